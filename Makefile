@@ -1,0 +1,38 @@
+# `make demo` and `make test` need git, Python 3.11 or later and a C++ compiler; the rest they bring.
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	$(BIN)/slimtensors demo
+
+test: $(VENV)/developing lint
+	$(BIN)/pytest
+
+lint: $(VENV)/developing
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: $(VENV)/developing
+	bash benchmarks/run.sh
+
+# The compiler is the one thing that pip cannot bring; where we may, we install it.
+$(VENV)/installed: $(SOURCES)
+	command -v c++ >/dev/null || { apt-get update && apt-get install -y g++; }
+	python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt .
+	touch $@
+
+# Editable, and with what the tests need. The fuzz targets need clang; without it they are skipped.
+$(VENV)/developing: $(VENV)/installed
+	command -v clang++ >/dev/null || { apt-get update && apt-get install -y clang; } || true
+	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[remote,transformers]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-output

@@ -1,0 +1,67 @@
+// The only file that knows Python. It turns arrays into spans, drops the GIL, and calls the core.
+// Signatures and docstrings for users are in src/slimtensors/_core.pyi.
+#include <nanobind/stl/pair.h>
+
+#include "bindings_bytes.h"
+#include "bitmask.h"
+#include "counting.h"
+#include "cpu.h"
+#include "crc32c.h"
+#include "mask24.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace slimtensors;
+
+using In = bindings::Array<const std::uint8_t>;
+using Out = bindings::Array<std::uint8_t>;
+
+NB_MODULE(_core, m) {
+    const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+
+    cpu();  // so that a misspelt SLIMTENSORS_CPU stops the import, not a call far away
+    m.def("cpu", [] { return cpu().avx2 ? "avx2" : "plain"; });
+
+    m.def(
+        "bitmask_find",
+        [](const In& items, std::size_t itemsize, std::size_t row, const Out& mask) {
+            return bitmask_find(items.bytes, itemsize, row, mask.bytes);
+        },
+        "items"_a, "itemsize"_a, "row"_a, "mask"_a, no_gil);
+    m.def(
+        "bitmask_gather",
+        [](const In& items, std::size_t itemsize, std::size_t row, const In& mask, const Out& values) {
+            bitmask_gather(items.bytes, itemsize, row, mask.bytes, values.bytes);
+        },
+        "items"_a, "itemsize"_a, "row"_a, "mask"_a, "values"_a, no_gil);
+    m.def(
+        "bitmask_scatter",
+        [](const In& mask, std::size_t row, const In& values, std::size_t itemsize, const Out& items) {
+            bitmask_scatter(mask.bytes, row, values.bytes, itemsize, items.bytes);
+        },
+        "mask"_a, "row"_a, "values"_a, "itemsize"_a, "items"_a, no_gil);
+
+    m.def(
+        "popcount", [](const In& mask) { return popcount(mask.bytes); }, "mask"_a, no_gil);
+    m.def(
+        "count_zeros",
+        [](const In& items, std::size_t itemsize) {
+            const ZeroCounts counts = count_zeros(items.bytes, itemsize);
+            return std::pair(counts.zero, counts.negative_zero);
+        },
+        "items"_a, "itemsize"_a, no_gil);
+
+    m.def(
+        "mask24_fill", [](const Out& mask) { return mask24_fill(mask.bytes); }, "mask"_a, no_gil);
+    m.def(
+        "mask24_pack", [](const In& mask, const Out& codes) { mask24_pack(mask.bytes, codes.bytes); },
+        "mask"_a, "codes"_a, no_gil);
+    m.def(
+        "mask24_unpack", [](const In& codes, const Out& mask) { mask24_unpack(codes.bytes, mask.bytes); },
+        "codes"_a, "mask"_a, no_gil);
+
+    m.def(
+        "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,
+        "seed"_a = 0, no_gil);
+    m.def("crc32c_join", &crc32c_join, "a"_a, "b"_a, "length_b"_a);
+}

@@ -1,0 +1,25 @@
+# The core library, shared by the Python module and the fuzz targets.
+# One file per instruction set: what a file may assume is set here, which one runs is decided at run time (cpu.h).
+add_library(slim_core STATIC
+  ${CMAKE_CURRENT_LIST_DIR}/cpu.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bitmask.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bitmask_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/crc32c.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp)
+set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
+target_compile_features(slim_core PUBLIC cxx_std_20)
+target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
+target_include_directories(slim_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
+
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)
+  target_sources(slim_core PRIVATE
+    ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp)
+  set_source_files_properties(
+    ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
+    PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
+endif()

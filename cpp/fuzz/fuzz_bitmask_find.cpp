@@ -1,0 +1,31 @@
+// Any items: found and gathered alike on both paths, and scattered back to the same bytes.
+#include "bitmask.h"
+#include "counting.h"
+#include "input.h"
+
+using namespace slimtensors;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    fuzz::Input input(data, size);
+    const std::size_t itemsize = std::size_t{1} << input.number(5);
+    const std::size_t row = input.number(200) + 1;
+    const std::size_t rows = input.left() / (row * itemsize);
+    const std::vector<std::uint8_t> items = input.bytes(rows * row * itemsize);
+
+    std::vector<std::vector<std::uint8_t>> masks;
+    std::vector<ZeroCounts> zeros;
+    fuzz::on_both_paths([&] {
+        std::vector<std::uint8_t> mask(rows * ((row + 7) / 8), 0xff);
+        const std::size_t count = bitmask_find(items, itemsize, row, mask);
+        zeros.push_back(count_zeros(items, itemsize));
+        fuzz::require(count == popcount(mask) && count + zeros.back().zero == rows * row);
+        std::vector<std::uint8_t> values(count * itemsize);
+        bitmask_gather(items, itemsize, row, mask, values);
+        std::vector<std::uint8_t> again(items.size(), 0xa5);
+        bitmask_scatter(mask, row, values, itemsize, again);
+        fuzz::require(again == items);
+        masks.push_back(mask);
+    });
+    fuzz::require(masks[0] == masks[1] && zeros[0].negative_zero == zeros[1].negative_zero);
+    return 0;
+}

@@ -1,0 +1,24 @@
+// The processor's checksum, the table's and the joined one are the same.
+#include "crc32c.h"
+#include "input.h"
+
+using namespace slimtensors;
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+    fuzz::Input input(data, size);
+    const std::size_t repeats = 1 + input.number(32);  // long enough for the streams that run side by side
+    const std::vector<std::uint8_t> piece = input.bytes(input.left());
+    std::vector<std::uint8_t> whole;
+    for (std::size_t k = 0; k < repeats; ++k) whole.insert(whole.end(), piece.begin(), piece.end());
+
+    std::vector<std::uint32_t> sums;
+    fuzz::on_both_paths([&] {
+        sums.push_back(crc32c(whole));
+        const std::uint32_t one = crc32c(piece);
+        std::uint32_t joined = 0;
+        for (std::size_t k = 0; k < repeats; ++k) joined = crc32c_join(joined, one, piece.size());
+        fuzz::require(joined == sums.back());
+    });
+    fuzz::require(sums[0] == sums[1]);
+    return 0;
+}

@@ -1,0 +1,35 @@
+"""Keep PyTorch models and checkpoints small on disk, in plain safetensors files."""
+
+from importlib.metadata import version
+
+from slimtensors.archive import Archive, Verification, inspect, load, open, save, verify
+from slimtensors.codecs import Bitmask, Bitmask24, Dense
+from slimtensors.formats import load_compressed, save_compressed
+from slimtensors.model import save_compressed_model
+from slimtensors.plan import Plan, chain
+from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
+from slimtensors.summary import Summary
+
+__version__ = version("slimtensors")
+
+__all__ = [
+    "Archive",
+    "Bitmask",
+    "Bitmask24",
+    "BitmaskConfig",
+    "Dense",
+    "Plan",
+    "Sparse24BitmaskConfig",
+    "SparsityConfig",
+    "Summary",
+    "Verification",
+    "chain",
+    "inspect",
+    "load",
+    "load_compressed",
+    "open",
+    "save",
+    "save_compressed",
+    "save_compressed_model",
+    "verify",
+]

@@ -1,0 +1,66 @@
+"""The C++ kernels. Arrays are 1-D, contiguous, uint8, in CPU memory, and never copied or converted.
+
+Sizes and bits are checked, and ValueError says what does not fit. Any other kind of array is a
+TypeError. The GIL is released, so calls from several threads run side by side. Items are opaque
+patterns of 1, 2, 4, 8 or 16 bytes; zero means all bits zero, so -0.0 is not zero.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Buffer = Tensor | NDArray[np.uint8] | memoryview | bytes
+MutableBuffer = Tensor | NDArray[np.uint8] | memoryview | bytearray
+
+def cpu() -> str:
+    """Return the code in use, "avx2" or "plain", which SLIMTENSORS_CPU=plain forces."""
+
+def bitmask_find(items: Buffer, itemsize: int, row: int, mask: MutableBuffer) -> int:
+    """Mark the nonzero items in `mask`, lowest bit first, and return how many there are.
+
+    Each row of `row` items starts on a new byte, so `mask` has ceil(row / 8) bytes per row, and
+    the bits that pad a row are zero.
+    """
+
+def bitmask_gather(
+    items: Buffer, itemsize: int, row: int, mask: Buffer, values: MutableBuffer
+) -> None:
+    """Copy the items marked in `mask`, in order, to `values`, which has room for exactly those."""
+
+def bitmask_scatter(
+    mask: Buffer, row: int, values: Buffer, itemsize: int, items: MutableBuffer
+) -> None:
+    """Write `values` to `items` where `mask` has a one, and zeros elsewhere.
+
+    A mask that disagrees with the number of values, or has ones in its padding, is refused before
+    anything is written.
+    """
+
+def popcount(mask: Buffer) -> int:
+    """Return the number of ones in all bytes together."""
+
+def count_zeros(items: Buffer, itemsize: int) -> tuple[int, int]:
+    """Return how many items have no bit set, and how many only the top bit (-0.0 in floats)."""
+
+def mask24_fill(mask: MutableBuffer) -> int:
+    """Set the lowest clear bits of nibbles with fewer than two ones until they have two; return -1.
+
+    If a nibble has more than two ones, return the index of the first such nibble; `mask` is then
+    unspecified.
+    """
+
+def mask24_pack(mask: Buffer, codes: MutableBuffer) -> None:
+    """Write three nibbles of two ones each as a byte in base 6, the first nibble the lowest digit.
+
+    A digit is the rank of its nibble among 0011, 0101, 0110, 1001, 1010, 1100. `codes` has
+    ceil(2 * len(mask) / 3) bytes; digits past the last nibble are 0.
+    """
+
+def mask24_unpack(codes: Buffer, mask: MutableBuffer) -> None:
+    """Undo `mask24_pack`. Codes it cannot have written are refused; `mask` is then unspecified."""
+
+def crc32c(data: Buffer, seed: int = 0) -> int:
+    """Return the CRC-32C of `data`; `seed` is the checksum of the bytes before it."""
+
+def crc32c_join(a: int, b: int, length_b: int) -> int:
+    """Return the checksum of two pieces laid end to end, from theirs and the second's length."""

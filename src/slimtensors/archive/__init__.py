@@ -1,0 +1,17 @@
+"""Archives: named tensors in a file or folder. The only place with threads."""
+
+from slimtensors.archive.read import Archive, inspect, load, open
+from slimtensors.archive.verify import Verification, verify
+from slimtensors.archive.write import Progress, estimate, save
+
+__all__ = [
+    "Archive",
+    "Progress",
+    "Verification",
+    "estimate",
+    "inspect",
+    "load",
+    "open",
+    "save",
+    "verify",
+]

@@ -1,0 +1,167 @@
+"""Read archives: open, load, inspect."""
+
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from slimtensors import dialects
+from slimtensors.archive.workers import Workers
+from slimtensors.container import LocalPlace, StrPath, open_files, place
+from slimtensors.dialects import Member
+from slimtensors.errors import FormatError
+from slimtensors.spec import Each, Spec, dtype_name, serially
+from slimtensors.summary import Stored, Summary
+
+Answer = TypeVar("Answer")
+
+
+class Archive:
+    """An open file or folder: names at once, tensors when asked for."""
+
+    def __init__(self, path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
+        where = place(path, storage_options=storage_options)
+        self.path = str(where)
+        if isinstance(where, LocalPlace) and not where.path.exists():
+            raise FileNotFoundError(f"{where}: no such file or folder")
+        self._files = open_files(where)
+        self._members = dialects.members(self._files)
+
+    def select(self, names: Iterable[str]) -> "Archive":
+        """Return an archive of only these tensors of this one."""
+        part = copy(self)
+        part._members = {name: self._find(name) for name in names}
+        return part
+
+    def keys(self) -> list[str]:
+        """List the names of all tensors, in the order they were saved."""
+        return list(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def spec(self, name: str) -> Spec:
+        """Return dtype and shape of a tensor."""
+        return self._told(name, lambda member: member.spec())
+
+    def info(self, name: str) -> Stored:
+        """Return how a tensor is stored."""
+        member = self._find(name)
+        spec, plan = self.spec(name), self._told(name, lambda member: member.plan())
+        return Stored(
+            name,
+            dtype_name(spec.dtype),
+            spec.shape,
+            str(plan) if plan else "plain",
+            spec.nbytes,
+            member.stored_bytes,
+            member.file.name,
+        )
+
+    def tied(self) -> dict[str, str]:
+        """Return the names that stand for a tensor stored under another name, and that name."""
+        first: dict[int, str] = {}
+        return {
+            name: home
+            for name, member in self._members.items()
+            if (home := first.setdefault(id(member), name)) != name
+        }
+
+    def summary(self) -> Summary:
+        """Return how everything is stored."""
+        tied = self.tied()
+        return Summary(
+            [
+                self.info(name).tied_to(tied[name]) if name in tied else self.info(name)
+                for name in self
+            ],
+            [file.name for file in self._files],
+        )
+
+    def get_tensor(self, name: str, *, device: torch.device | str = "cpu") -> Tensor:
+        """Read and decode one tensor."""
+        return self.load_one(name, serially).to(device)
+
+    def items(
+        self, *, device: torch.device | str = "cpu", threads: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor with its name, decoding the next ones meanwhile.
+
+        Tied names yield the same tensor.
+        """
+        tied = self.tied()
+        held: dict[str, Tensor] = {}
+        homes = set(tied.values())
+
+        def one(name: str) -> Tensor:
+            return self.load_one(name, workers.each).to(device)
+
+        with Workers(threads) as workers:
+            names = [name for name in self if name not in tied]
+            for name, x in zip(names, workers.in_order(one, names, self._cost), strict=True):
+                if name in homes:
+                    held[name] = x
+                yield name, x
+        yield from ((name, held[home]) for name, home in tied.items())
+
+    def load_one(self, name: str, each: Each) -> Tensor:
+        """Read and decode one tensor, dividing the work by `each`."""
+        return self._told(name, lambda member: member.load(each))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files, self._members = [], {}
+
+    def _cost(self, name: str) -> int:
+        return self._members[name].stored_bytes
+
+    def _find(self, name: str) -> Member:
+        if name not in self._members:
+            raise KeyError(f"{self.path} holds no tensor named {name!r}")
+        return self._members[name]
+
+    def _told(self, name: str, ask: Callable[[Member], Answer]) -> Answer:
+        member = self._find(name)
+        try:
+            return ask(member)
+        except FormatError as error:
+            raise type(error)(f"{member.file.name}: {name}: {error}") from error
+
+
+def open(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Archive:
+    """Open a file, a folder, an index or a URL, reading nothing but headers."""
+    return Archive(path, storage_options=storage_options)
+
+
+def load(
+    path: StrPath,
+    *,
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Read all tensors of a file or folder. Any safetensors file will do, compressed or not."""
+    with open(path, storage_options=storage_options) as archive:
+        return dict(archive.items(device=device, threads=threads))
+
+
+def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:
+    """Tell how every tensor of a file or folder is stored, without decoding it."""
+    with open(path, storage_options=storage_options) as archive:
+        return archive.summary()

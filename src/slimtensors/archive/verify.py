@@ -1,0 +1,100 @@
+"""Check archives: that they are whole, and that two of them hold the same bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimtensors.archive.read import Archive, open
+from slimtensors.archive.workers import Workers
+from slimtensors.archive.write import Progress
+from slimtensors.container import StrPath
+from slimtensors.errors import FormatError
+from slimtensors.spec import Json, Spec, as_bytes, dtype_name
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. True if all is well."""
+
+    tensors: int
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that cannot be read, and why."""
+    different: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that are not the same in both archives, and how they differ."""
+
+    def __bool__(self) -> bool:
+        return not self.damaged and not self.different
+
+    def to_json(self) -> Json:
+        """Return everything as JSON; `docs/schemas/verify.json` describes it."""
+        return {
+            "ok": bool(self),
+            "tensors": self.tensors,
+            "damaged": dict(self.damaged),
+            "different": dict(self.different),
+        }
+
+
+def verify(
+    path: StrPath,
+    *,
+    against: StrPath | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Verification:
+    """Read everything, checking all checksums; compare each tensor's bits with `against`, if given.
+
+    Raise `FormatError` if a file cannot be opened at all.
+    """
+    damaged: dict[str, str] = {}
+    different: dict[str, str] = {}
+    with open(path, storage_options=storage_options) as archive, Workers(threads) as workers:
+        other = open(against, storage_options=storage_options) if against is not None else None
+        if other is not None:
+            different |= {name: f"is only in {path}" for name in archive if name not in other}
+            different |= {name: f"is only in {against}" for name in other if name not in archive}
+
+        def one(name: str) -> tuple[str, int]:
+            x = archive.load_one(name, workers.each)
+            if other is None or name not in other:
+                return "", x.nbytes
+            return _difference(x, name, other, workers), x.nbytes
+
+        def safely(name: str) -> tuple[str, int] | FormatError:
+            try:
+                return one(name)
+            except FormatError as error:
+                return error
+
+        results = workers.in_order(safely, archive, lambda name: 1 << 20)
+        for name, result in zip(archive, results, strict=True):
+            if isinstance(result, FormatError):
+                damaged[name] = str(result)
+                continue
+            if result[0]:
+                different[name] = result[0]
+            if progress:
+                progress(result[1])
+        return Verification(len(archive), damaged, different)
+
+
+def _difference(x: Tensor, name: str, other: Archive, workers: Workers) -> str:
+    want, have = Spec.of(x), other.spec(name)
+    if want != have:
+        return f"{_words(want)} here, {_words(have)} there"
+    y = other.load_one(name, workers.each)
+    same = torch.equal(as_bytes(x), as_bytes(y))
+    if same:
+        return ""
+    items = (as_bytes(x).view(-1, x.element_size()) != as_bytes(y).view(-1, x.element_size())).any(
+        1
+    )
+    return f"{int(items.sum())} of {x.numel()} items differ"
+
+
+def _words(spec: Spec) -> str:
+    return f"{dtype_name(spec.dtype)} {list(spec.shape)}"

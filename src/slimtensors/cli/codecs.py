@@ -1,0 +1,39 @@
+"""`slimtensors codecs`: what this installation can read and write."""
+
+import argparse
+from dataclasses import fields
+
+from slimtensors import codecs
+from slimtensors.cli import console
+
+
+def add_to(verbs: "console.Verbs") -> None:
+    """Add the verb."""
+    verb = console.new_verb(verbs, "codecs", "list the codecs", "slimtensors codecs --json")
+    console.add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line per codec."""
+    found = [codecs.find(name) for name in codecs.names()]
+    if options.json:
+        console.print_json(
+            {
+                "codecs": [
+                    {"name": c.name, "about": _about(c), "options": _options(c)} for c in found
+                ]
+            }
+        )
+        return 0
+    rows = [(c.name, ", ".join(_options(c)) or "-", _about(c)) for c in found]
+    print(console.table(("codec", "options", "about"), rows, left=3))
+    return 0
+
+
+def _about(codec: type[codecs.Codec]) -> str:
+    return (codec.__doc__ or "").strip().splitlines()[0]
+
+
+def _options(codec: type[codecs.Codec]) -> list[str]:
+    return [field.name for field in fields(codec)]

@@ -1,0 +1,74 @@
+"""`slimtensors compress`: make a file or a model folder smaller."""
+
+import argparse
+
+from slimtensors import dialects, presets
+from slimtensors.archive import Archive, Progress, estimate, save
+from slimtensors.cli import console
+from slimtensors.folder import compress_folder, is_model, limited, matching
+from slimtensors.summary import Summary
+
+
+def add_to(verbs: "console.Verbs") -> None:
+    """Add the verb."""
+    verb = console.new_verb(
+        verbs,
+        "compress",
+        "compress a safetensors file or a model folder",
+        "slimtensors compress my-model -o my-model-slim",
+    )
+    console.add_source(verb)
+    console.add_target(verb)
+    verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
+    verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
+    verb.add_argument("--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, …")
+    verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
+    console.add_filters(verb, "compress")
+    console.add_threads(verb)
+    console.add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compress, then say how much smaller it is."""
+    if not options.dry_run:
+        console.refuse_existing(options.output, force=options.force)
+    with Archive(options.source) as archive:
+        total = sum(archive.spec(name).nbytes for name in archive)
+        with console.progress(total, "compress") as bar:
+            summary = _compress(options, archive, bar)
+    if options.json:
+        console.print_json(summary.to_json())
+    elif not options.quiet:
+        print(summary)
+    return 0
+
+
+def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
+    keep = matching(options.only, options.skip)
+    choose = limited(presets.find(options.preset), keep)
+    if options.dry_run:
+        return estimate(
+            archive, preset=choose, dialect=options.dialect, threads=options.threads, progress=bar
+        )
+    if is_model(options.source):
+        return compress_folder(
+            options.source,
+            options.output,
+            preset=options.preset,
+            dialect=options.dialect,
+            keep=keep,
+            max_shard_size=options.max_shard_size,
+            replace=options.force,
+            threads=options.threads,
+            progress=bar,
+        )
+    return save(
+        archive,
+        options.output,
+        preset=choose,
+        dialect=options.dialect,
+        max_shard_size=options.max_shard_size,
+        threads=options.threads,
+        progress=bar,
+    )

@@ -1,0 +1,106 @@
+"""What verbs have in common: options, progress, tables."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from slimtensors.errors import ConfigError
+from slimtensors.spec import Json
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def new_verb(verbs: "Verbs", name: str, help: str, example: str) -> argparse.ArgumentParser:
+    """Add a verb, with an example under its help."""
+    return verbs.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_source(verb: argparse.ArgumentParser) -> None:
+    """Add the argument that names what is read."""
+    verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://…)")
+
+
+def add_target(verb: argparse.ArgumentParser) -> None:
+    """Add the options that name what is written."""
+    verb.add_argument("-o", "--output", required=True, type=Path, help="file or folder to write")
+    verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
+    verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+
+
+def add_filters(verb: argparse.ArgumentParser, what: str) -> None:
+    """Add options that choose tensors by name."""
+    verb.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help=f"{what} only these tensors"
+    )
+    verb.add_argument(
+        "--skip", action="append", default=[], metavar="GLOB", help=f"do not {what} these tensors"
+    )
+
+
+def add_threads(verb: argparse.ArgumentParser) -> None:
+    """Add the number of threads."""
+    verb.add_argument("-T", "--threads", type=int, metavar="N", help="threads (default: all cores)")
+
+
+def add_json(verb: argparse._ActionsContainer) -> None:
+    """Add the output for machines."""
+    verb.add_argument("--json", action="store_true", help="print JSON (see docs/schemas)")
+
+
+def print_json(data: Json) -> None:
+    """Print one JSON document."""
+    print(json.dumps(data, indent=2))
+
+
+def refuse_existing(target: Path, *, force: bool) -> None:
+    """Raise unless `target` is free or may be replaced."""
+    if target.exists() and not force:
+        raise ConfigError(f"{target}: exists already; -f replaces it")
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Show a bar on stderr that counts bytes, if somebody is looking."""
+    with tqdm(
+        total=total,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+        leave=False,
+    ) as bar:
+        yield bar.update
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Lay out a table in plain text: the first `left` columns to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(head), *map(line, rows)])
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Lay out a table in Markdown."""
+    rule = [":--" if i < left else "--:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

@@ -1,0 +1,53 @@
+"""`slimtensors decompress`: back to plain safetensors."""
+
+import argparse
+
+from slimtensors.archive import Archive, Progress, save
+from slimtensors.cli import console
+from slimtensors.folder import decompress_folder, is_model, matching
+from slimtensors.summary import Summary, human
+
+
+def add_to(verbs: "console.Verbs") -> None:
+    """Add the verb."""
+    verb = console.new_verb(
+        verbs,
+        "decompress",
+        "write plain safetensors again, bit for bit",
+        "slimtensors decompress my-model-slim -o my-model",
+    )
+    console.add_source(verb)
+    console.add_target(verb)
+    console.add_filters(verb, "write")
+    console.add_threads(verb)
+    console.add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Decompress, then say how large it is."""
+    console.refuse_existing(options.output, force=options.force)
+    keep = matching(options.only, options.skip)
+    with Archive(options.source) as archive:
+        kept = archive.select(name for name in archive if keep(name))
+        total = sum(kept.spec(name).nbytes for name in kept)
+        with console.progress(total, "decompress") as bar:
+            summary = _decompress(options, kept, bar)
+    if options.json:
+        console.print_json(summary.to_json())
+    elif not options.quiet:
+        print(f"{len(summary.tensors)} tensors, {human(summary.stored_bytes)}")
+    return 0
+
+
+def _decompress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
+    if is_model(options.source):
+        return decompress_folder(
+            options.source,
+            options.output,
+            keep=matching(options.only, options.skip),
+            replace=options.force,
+            threads=options.threads,
+            progress=bar,
+        )
+    return save(archive, options.output, preset="dense", threads=options.threads, progress=bar)

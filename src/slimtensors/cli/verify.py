@@ -1,0 +1,45 @@
+"""`slimtensors verify`: is it whole, and is it the same?"""
+
+import argparse
+import sys
+
+from slimtensors.archive import inspect, verify
+from slimtensors.cli import console
+
+
+def add_to(verbs: "console.Verbs") -> None:
+    """Add the verb."""
+    verb = console.new_verb(
+        verbs,
+        "verify",
+        "read everything and check every checksum",
+        "slimtensors verify my-model-slim --against my-model",
+    )
+    console.add_source(verb)
+    verb.add_argument(
+        "--against", metavar="OTHER", help="compare the bits of all tensors with this"
+    )
+    console.add_threads(verb)
+    console.add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
+    total = inspect(options.source).dense_bytes
+    with console.progress(total, "verify") as bar:
+        found = verify(
+            options.source, against=options.against, threads=options.threads, progress=bar
+        )
+    if options.json:
+        console.print_json(found.to_json())
+    for message in found.damaged.values():
+        print(f"slimtensors: {message}", file=sys.stderr)
+    for name, message in found.different.items():
+        print(f"slimtensors: {name}: {message}", file=sys.stderr)
+    if not options.json and found:
+        same = f", the same as in {options.against}" if options.against else ""
+        print(f"{found.tensors} tensors are whole{same}")
+    if found.damaged:
+        return 3
+    return 1 if found.different else 0

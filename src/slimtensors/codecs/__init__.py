@@ -1,0 +1,29 @@
+"""Codecs: one file each. To add one, write the file and name it here."""
+
+from slimtensors.codecs.bitmask import Bitmask
+from slimtensors.codecs.bitmask24 import Bitmask24
+from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.registry import (
+    Chunked,
+    Codec,
+    as_chunked,
+    find,
+    from_json,
+    names,
+    register,
+    to_json,
+)
+
+__all__ = [
+    "Bitmask",
+    "Bitmask24",
+    "Chunked",
+    "Codec",
+    "Dense",
+    "as_chunked",
+    "find",
+    "from_json",
+    "names",
+    "register",
+    "to_json",
+]

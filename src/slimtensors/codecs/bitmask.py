@@ -1,0 +1,143 @@
+"""Sparse tensors: one bit per position, and the nonzero values."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slimtensors import _core
+from slimtensors.codecs.registry import register
+from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+
+_CHUNK = 1 << 20
+"""Items per piece of work: small enough for the cache, large enough to be worth a thread."""
+
+
+@register
+@dataclass(frozen=True)
+class Bitmask:
+    """Store nonzero values and a bit per position. Lossless: -0.0 and NaN payloads survive."""
+
+    name: ClassVar[str] = "bitmask"
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `mask` (bits of the flat tensor, low bit first) and `values`."""
+        return self.encode_each(x, serially)
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Put `values` back where `mask` is set."""
+        return self.decode_each(parts, like, serially)
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Find the nonzero items, then gather them; every chunk on its own."""
+        items = as_bytes(x)
+        mask, counts = find(items, x.element_size(), x.numel(), each)
+        values = gather(items, x.element_size(), x.numel(), mask, counts, each)
+        return {"mask": mask, "values": values.view(x.dtype)}
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Count the bits of every chunk to know where its values start, then scatter them."""
+        return scatter(parts["mask"], as_bytes(parts["values"]), like, like.numel, each)
+
+
+def mask_bytes(numel: int, row: int) -> int:
+    """Return how many bytes the mask of `numel` items has when every row starts a new byte."""
+    return numel // row * -(-row // 8) if numel else 0
+
+
+def find(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
+    """Return the mask of nonzero items, and how many there are in each chunk of it."""
+    numel = items.numel() // itemsize
+    mask = torch.empty(mask_bytes(numel, row), dtype=torch.uint8)
+    spans = chunks(numel, row)
+
+    def one(i: int) -> int:
+        first, last, low, high = spans[i]
+        piece = items[first * itemsize : last * itemsize]
+        return _core.bitmask_find(piece, itemsize, min(row, last - first), mask[low:high])
+
+    return mask, each(one, len(spans))
+
+
+def gather(
+    items: Tensor, itemsize: int, row: int, mask: Tensor, counts: list[int], each: Each
+) -> Tensor:
+    """Return the bytes of the items that `mask` selects; `counts` as `find` returned them."""
+    values = torch.empty(sum(counts) * itemsize, dtype=torch.uint8)
+    spans = chunks(items.numel() // itemsize, row)
+    offsets = list(pairwise(accumulate(counts, initial=0)))
+
+    def one(i: int) -> None:
+        first, last, low, high = spans[i]
+        begin, end = offsets[i]
+        _core.bitmask_gather(
+            items[first * itemsize : last * itemsize],
+            itemsize,
+            min(row, last - first),
+            mask[low:high],
+            values[begin * itemsize : end * itemsize],
+        )
+
+    each(one, len(spans))
+    return values
+
+
+def scatter(mask: Tensor, values: Tensor, like: Spec, row: int, each: Each) -> Tensor:
+    """Build the tensor whose nonzero items are `values`, at the bits of `mask`."""
+    itemsize = like.dtype.itemsize
+    if mask.dtype is not torch.uint8 or mask.numel() != mask_bytes(like.numel, row):
+        raise CorruptFileError(f"a mask of {mask.nbytes} bytes does not fit shape {like.shape}")
+    out = empty(like)
+    items = as_bytes(out)
+    if like.numel <= _CHUNK:
+        _scatter_chunk(mask, max(row, 1), values, itemsize, items)
+        return out
+    spans = chunks(like.numel, row)
+    counts = each(lambda i: _core.popcount(mask[spans[i][2] : spans[i][3]]), len(spans))
+    if sum(counts) * itemsize != values.numel():
+        raise CorruptFileError(f"a mask of {sum(counts)} bits, but {values.numel()} value bytes")
+    offsets = list(pairwise(accumulate(counts, initial=0)))
+
+    def one(i: int) -> None:
+        first, last, low, high = spans[i]
+        begin, end = offsets[i]
+        _scatter_chunk(
+            mask[low:high],
+            min(row, last - first),
+            values[begin * itemsize : end * itemsize],
+            itemsize,
+            items[first * itemsize : last * itemsize],
+        )
+
+    each(one, len(spans))
+    return out
+
+
+def _scatter_chunk(mask: Tensor, row: int, values: Tensor, itemsize: int, items: Tensor) -> None:
+    try:
+        _core.bitmask_scatter(mask, row, values, itemsize, items)
+    except ValueError as error:
+        raise CorruptFileError(str(error)) from error
+
+
+def chunks(numel: int, row: int) -> list[tuple[int, int, int, int]]:
+    """Divide items into pieces: first and last item, first and last byte of the mask.
+
+    A piece is a number of whole rows, or, in one long row, whole bytes of the mask.
+    """
+    if numel == 0:
+        return []
+    step = _CHUNK if row == numel else max(_CHUNK // row, 1) * row
+    width = -(-row // 8)
+    spans = []
+    for first in range(0, numel, step):
+        last = min(first + step, numel)
+        if row == numel:
+            spans.append((first, last, first // 8, -(-last // 8)))
+        else:
+            spans.append((first, last, first // row * width, last // row * width))
+    return spans

@@ -1,0 +1,109 @@
+"""The codec protocol, its optional abilities, and the registry."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+
+from torch import Tensor
+
+from slimtensors.errors import ConfigError, FormatError, UnknownCodecError, nearest
+from slimtensors.spec import Each, Json, Parts, Spec
+
+
+class Codec(Protocol):
+    """One reversible step: a tensor becomes named parts, and parts become the tensor again.
+
+    A codec is a frozen dataclass. Its fields are its configuration and go into the file as JSON;
+    whatever depends on the data goes into a part. Both methods are pure.
+    """
+
+    name: ClassVar[str]
+    """Wire name. Once released it means the same thing forever."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def encode(self, x: Tensor) -> Parts:
+        """Split `x`, a tensor in main memory, into parts."""
+        ...
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Rebuild the tensor that `like` describes; raise `CorruptFileError` if parts do not fit.
+
+        Check the size of every part before allocating: `like` comes from the file.
+        """
+        ...
+
+
+@runtime_checkable
+class Chunked(Protocol):
+    """An ability: the work falls into independent chunks, so that one tensor uses every core."""
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Do what `encode` does, dividing the work by `each`."""
+        ...
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Do what `decode` does, dividing the work by `each`."""
+        ...
+
+
+@cache  # asking a protocol is slow, and a model has thousands of tensors
+def _is_chunked(cls: type[Codec]) -> bool:
+    return issubclass(cls, Chunked)
+
+
+def as_chunked(codec: Codec) -> Chunked | None:
+    """Return `codec` itself if it has the ability `Chunked`."""
+    return cast(Chunked, codec) if _is_chunked(type(codec)) else None
+
+
+C = TypeVar("C", bound=type[Codec])
+
+_registry: dict[str, type[Codec]] = {}
+
+_GROUP = "slimtensors.codecs"
+
+
+def register(cls: C) -> C:
+    """Make a codec known by its `name`."""
+    if cls.name in _registry and _registry[cls.name] is not cls:
+        raise ConfigError(f"codec {cls.name!r} is already registered")
+    _registry[cls.name] = cls
+    return cls
+
+
+def names() -> list[str]:
+    """List all codecs: ours and those of installed packages (entry point `slimtensors.codecs`)."""
+    return sorted(_registry.keys() | {entry.name for entry in entry_points(group=_GROUP)})
+
+
+def find(name: str) -> type[Codec]:
+    """Return the codec class called `name`, loading the package that has it if need be."""
+    if name not in _registry:
+        for entry in entry_points(group=_GROUP, name=name):
+            register(entry.load())
+    if name not in _registry:
+        raise UnknownCodecError(f"unknown codec {name!r}; {nearest(name, names())}")
+    return _registry[name]
+
+
+def to_json(codec: Codec) -> Json:
+    """Return the name and configuration of `codec`."""
+    return {"name": codec.name, **asdict(codec)}
+
+
+def from_json(data: Mapping[str, Any]) -> Codec:
+    """Build the codec that `data` describes."""
+    cls = find(str(data.get("name")))
+    options = {key: value for key, value in data.items() if key != "name"}
+    if not options:
+        return cls()
+    known = {field.name for field in fields(cls)}
+    for option in options.keys() - known:
+        raise FormatError(f"codec {cls.name!r} has no option {option!r}")
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"codec {cls.name!r}: {error}") from error

@@ -1,0 +1,39 @@
+"""Safetensors files: header, reading, writing, shards."""
+
+from slimtensors.container.header import Entry, Header, check_name, has_code
+from slimtensors.container.place import LocalPlace, Place, StrPath, place
+from slimtensors.container.reader import INDEX, SINGLE, StoredFile, locate, open_file, open_files
+from slimtensors.container.shards import (
+    FileOutput,
+    FolderOutput,
+    Output,
+    parse_size,
+    write_index,
+    write_json,
+)
+from slimtensors.container.writer import Chunk, Piece
+
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "Chunk",
+    "Entry",
+    "FileOutput",
+    "FolderOutput",
+    "Header",
+    "LocalPlace",
+    "Output",
+    "Piece",
+    "Place",
+    "StoredFile",
+    "StrPath",
+    "check_name",
+    "has_code",
+    "locate",
+    "open_file",
+    "open_files",
+    "parse_size",
+    "place",
+    "write_index",
+    "write_json",
+]

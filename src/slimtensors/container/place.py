@@ -1,0 +1,137 @@
+"""Where files lie: a local path, or a URL that fsspec understands."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from slimtensors.container.source import MappedFile, RemoteFile, Source
+from slimtensors.errors import MissingDependencyError
+
+StrPath = str | os.PathLike[str]
+
+
+class Place(Protocol):
+    """A file or a folder that may be read."""
+
+    @property
+    def name(self) -> str:
+        """The last component."""
+        ...
+
+    def parent(self) -> "Place":
+        """Return the folder that holds this."""
+        ...
+
+    def child(self, name: str) -> "Place":
+        """Return the file called `name` in this folder."""
+        ...
+
+    def is_folder(self) -> bool:
+        """Tell whether this is a folder."""
+        ...
+
+    def files(self) -> list[str]:
+        """List the names of the files in this folder, sorted."""
+        ...
+
+    def walk(self) -> list[str]:
+        """List the relative paths of all files in this folder and the folders in it, sorted."""
+        ...
+
+    def read(self) -> bytes:
+        """Read a small file whole."""
+        ...
+
+    def open(self) -> Source:
+        """Open the file for reading ranges of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """A path on this machine."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return self.path.name
+
+    def parent(self) -> "LocalPlace":  # noqa: D102
+        return LocalPlace(self.path.parent)
+
+    def child(self, name: str) -> "LocalPlace":  # noqa: D102
+        return LocalPlace(self.path / name)
+
+    def is_folder(self) -> bool:  # noqa: D102
+        return self.path.is_dir()
+
+    def files(self) -> list[str]:  # noqa: D102
+        return sorted(path.name for path in self.path.iterdir() if path.is_file())
+
+    def walk(self) -> list[str]:  # noqa: D102
+        found = (path for path in self.path.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.path).as_posix() for path in found)
+
+    def read(self) -> bytes:  # noqa: D102
+        return self.path.read_bytes()
+
+    def open(self) -> Source:  # noqa: D102
+        return MappedFile(self.path)
+
+
+@dataclass(frozen=True)
+class RemotePlace:
+    """A path in one of fsspec's file systems."""
+
+    filesystem: Any
+    path: PurePosixPath
+
+    def __str__(self) -> str:
+        return str(self.filesystem.unstrip_protocol(str(self.path)))
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return self.path.name
+
+    def parent(self) -> "RemotePlace":  # noqa: D102
+        return RemotePlace(self.filesystem, self.path.parent)
+
+    def child(self, name: str) -> "RemotePlace":  # noqa: D102
+        return RemotePlace(self.filesystem, self.path / name)
+
+    def is_folder(self) -> bool:  # noqa: D102
+        return bool(self.filesystem.isdir(str(self.path)))
+
+    def files(self) -> list[str]:  # noqa: D102
+        listing = self.filesystem.ls(str(self.path), detail=True)
+        return sorted(PurePosixPath(e["name"]).name for e in listing if e["type"] == "file")
+
+    def walk(self) -> list[str]:  # noqa: D102
+        found = map(PurePosixPath, self.filesystem.find(str(self.path)))
+        return sorted(str(path.relative_to(self.path)) for path in found)
+
+    def read(self) -> bytes:  # noqa: D102
+        return bytes(self.filesystem.cat_file(str(self.path)))
+
+    def open(self) -> Source:  # noqa: D102
+        return RemoteFile(self.filesystem, str(self.path), str(self))
+
+
+def place(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> Place:
+    """Return the place that a path or URL names; `storage_options` go to the file system."""
+    if not (isinstance(where, str) and "://" in where):
+        return LocalPlace(Path(where))
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingDependencyError("fsspec", "remote") from None
+    try:
+        filesystem, path = url_to_fs(where, **(storage_options or {}))
+    except ImportError as error:
+        raise MissingDependencyError(str(error), "remote") from error
+    return RemotePlace(filesystem, PurePosixPath(path))

@@ -1,0 +1,201 @@
+"""Where a model goes: one file, or a folder of shards; visible whole or not at all."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from slimtensors.container.place import LocalPlace
+from slimtensors.container.reader import INDEX, SINGLE, open_file, shard_names
+from slimtensors.container.writer import Piece, Writer, check_target, sync_folder
+from slimtensors.errors import ConfigError, FormatError
+from slimtensors.spec import Json
+
+Describe = Callable[[Sequence[str], Mapping[str, int | None], str], Mapping[str, str]]
+"""Gets the stored names of one file, their checksums and the list of tensors; returns metadata."""
+
+
+class Output(Protocol):
+    """Takes the pieces of a model one after the other."""
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Append what belongs to one tensor; it stays together in one file."""
+        ...
+
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+        """Make everything visible under its final name; return the files and what each holds."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class _Writers:
+    """The files being written; leaving the `with` block removes those that were not committed."""
+
+    def __init__(self) -> None:
+        self._writers: list[Writer] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for writer in self._writers:
+            writer.discard()
+
+
+class FileOutput(_Writers):
+    """One file."""
+
+    def __init__(self, path: Path, *, reserve: int) -> None:
+        super().__init__()
+        self._target = check_target(path)
+        self._writers.append(Writer(self._target.parent, reserve=reserve))
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Append what belongs to one tensor."""
+        for piece in pieces:
+            self._writers[0].add(piece)
+
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+        """Replace the target by the new file in one step."""
+        _finish(self._writers[0], order, describe)
+        self._writers[0].commit(self._target)
+        sync_folder(self._target.parent)
+        return {self._target: list(order)}
+
+
+class FolderOutput(_Writers):
+    """`model.safetensors` in a folder, or shards and an index where that would be too large.
+
+    An older model in the folder stays complete until the new one is: new shards never take the
+    name of a file that is there, and old ones go only after the new index is in place.
+    """
+
+    def __init__(self, folder: Path, *, max_shard_size: int | None, reserve: int) -> None:
+        super().__init__()
+        if max_shard_size is not None and max_shard_size < 1:
+            raise ConfigError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder}: is a file, and shards need a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._limit = folder, max_shard_size
+        # Few tensors reach a small shard, so the room for all their names would outweigh them.
+        self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
+        self._writers.append(Writer(folder, reserve=self._reserve))
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Append what belongs to one tensor, in a new shard if it would not fit."""
+        writer = self._writers[-1]
+        size = sum(piece.spec.nbytes for piece in pieces)
+        if self._limit is not None and writer.size and writer.size + size > self._limit:
+            writer = Writer(self._folder, reserve=self._reserve)
+            self._writers.append(writer)
+        for piece in pieces:
+            writer.add(piece)
+
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+        """Put the shards in place, then the index, then remove what the old index named."""
+        for writer in self._writers:
+            _finish(writer, order, describe)
+        old = _old_files(self._folder)
+        if len(self._writers) == 1:
+            names, new = [SINGLE], {SINGLE}
+            self._writers[0].commit(self._folder / SINGLE)
+        else:
+            names = self._free_names()
+            new = {*names, INDEX}
+            self._commit_shards(names, order)
+        for name in old - new:
+            (self._folder / name).unlink(missing_ok=True)
+        sync_folder(self._folder)
+        homes = zip(names, self._writers, strict=True)
+        return {self._folder / name: list(writer.checksums) for name, writer in homes}
+
+    def _commit_shards(self, names: Sequence[str], order: Sequence[str]) -> None:
+        try:
+            for writer, name in zip(self._writers, names, strict=True):
+                writer.commit(self._folder / name)
+            write_index(self._folder, names, order)
+        except BaseException:
+            for name in names:  # without an index they are nobody's
+                (self._folder / name).unlink(missing_ok=True)
+            raise
+
+    def _free_names(self) -> list[str]:
+        count, revision = len(self._writers), 0
+        while True:
+            mark = f".r{revision}" if revision else ""
+            names = [f"model-{i:05d}-of-{count:05d}{mark}.safetensors" for i in range(1, count + 1)]
+            if not any((self._folder / name).exists() for name in names):
+                return names
+            revision += 1
+
+
+def write_index(folder: Path, names: Sequence[str], order: Sequence[str] = ()) -> None:
+    """Write the index of these shards, listing stored tensors in `order` or as they come."""
+    entries = {name: open_file(LocalPlace(folder / name)).header.entries for name in names}
+    homes = {key: name for name, table in entries.items() for key in table}
+    total = sum(entry.spec.nbytes for table in entries.values() for entry in table.values())
+    index: Json = {
+        "metadata": {"total_size": total},
+        "weight_map": {key: homes[key] for key in order or homes},
+    }
+    write_json(folder / INDEX, index)
+
+
+def write_json(path: Path, data: Json) -> None:
+    """Write a JSON file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.slimtensors-tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(json.dumps(data, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def parse_size(size: int | str | None) -> int | None:
+    """Read a size such as `5GB` (10⁹ bytes), `512MiB` (2²⁰) or a number of bytes."""
+    if size is None or isinstance(size, int):
+        return size
+    found = _SIZE.fullmatch(size.strip())
+    if not found:
+        raise ConfigError(f"not a size: {size!r}; write 5GB, 512MiB or a number of bytes")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def _finish(writer: Writer, order: Sequence[str], describe: Describe) -> None:
+    here = [name for name in order if name in writer.checksums]
+    writer.finish(here, lambda table: describe(here, writer.checksums, table))
+
+
+def _old_files(folder: Path) -> set[str]:
+    old = {SINGLE} if (folder / SINGLE).exists() else set()
+    if (folder / INDEX).exists():
+        old.add(INDEX)
+        with suppress(FormatError):  # an index that cannot be read names nothing to remove
+            old |= set(shard_names(LocalPlace(folder / INDEX)))
+    return old

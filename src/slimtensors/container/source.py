@@ -1,0 +1,96 @@
+"""Files as ranges of bytes: mapped into memory, or fetched piece by piece."""
+
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+from slimtensors.errors import CorruptFileError
+
+_PAGE = mmap.PAGESIZE
+_LARGE = 1 << 20
+
+
+class Source(Protocol):
+    """An open file of known size."""
+
+    name: str
+    size: int
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return these bytes; they are only to be read, and before `release`."""
+        ...
+
+    def release(self, begin: int, end: int) -> None:
+        """Say that these bytes are no longer needed."""
+        ...
+
+
+class MappedFile:
+    """A local file, mapped. Pages that were used are given back, so memory stays flat."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size == 0:
+                raise CorruptFileError(f"{path}: the file is empty")
+            # Copy-on-write only so that torch takes the pages without a warning; nobody writes.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = memoryview(self._map)
+        self._small = 0
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return a view of the mapped bytes."""
+        if end - begin >= _LARGE:
+            self._advise("MADV_WILLNEED", begin, end)
+        return self._bytes[begin:end]
+
+    def release(self, begin: int, end: int) -> None:
+        """Give the pages back; those of small ranges together, once they add up."""
+        if end - begin >= _LARGE:
+            self._advise("MADV_DONTNEED", begin, end)
+            return
+        self._small += end - begin
+        if self._small > 4 * _LARGE:
+            self._small = 0
+            self._advise("MADV_DONTNEED", 0, self.size)
+
+    def _advise(self, advice: str, begin: int, end: int) -> None:
+        if hasattr(mmap, advice):
+            start = begin // _PAGE * _PAGE
+            self._map.madvise(getattr(mmap, advice), start, end - start)
+
+
+class RemoteFile:
+    """A file of fsspec's. Small reads come from a block read ahead, large ones go by themselves."""
+
+    def __init__(self, filesystem: Any, path: str, name: str) -> None:
+        self.name = name
+        self.size = int(filesystem.info(path)["size"])
+        self._filesystem, self._path = filesystem, path
+        self._ahead, self._block = 0, memoryview(b"")
+        self._lock = threading.Lock()
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Fetch the bytes."""
+        if end - begin >= _LARGE:
+            return self._fetch(begin, end)
+        with self._lock:
+            if not self._ahead <= begin <= end <= self._ahead + len(self._block):
+                self._ahead = begin
+                self._block = self._fetch(begin, min(begin + 4 * _LARGE, self.size))
+            start = begin - self._ahead
+            return self._block[start : start + end - begin]
+
+    def release(self, begin: int, end: int) -> None:
+        """Do nothing: what was read belongs to who asked for it."""
+
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        if begin == end:
+            return memoryview(b"")
+        data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
+        if len(data) != end - begin:
+            raise CorruptFileError(f"{self.name}: asked for {end - begin} bytes, got {len(data)}")
+        return memoryview(data)  # of a bytearray, as torch warns about memory it may not write

@@ -1,0 +1,120 @@
+"""Write one safetensors file tensor by tensor; it appears whole or not at all."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from slimtensors.container import header as headers
+from slimtensors.container.header import Entry
+from slimtensors.errors import ConfigError
+from slimtensors.spec import Spec
+
+Chunk = Tensor | bytes
+"""Bytes on their way to a file: `bytes`, or a flat `uint8` tensor in main memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored tensor on its way to a file."""
+
+    name: str
+    spec: Spec
+    chunks: Sequence[Chunk]
+    checksum: int | None
+    """CRC-32C of its bytes; none if they carry their own."""
+
+
+class Writer:
+    """A file that grows under a temporary name beside its target.
+
+    The header comes first in the file and is known last: `reserve` bytes are kept free for it.
+    Should they not suffice, `finish` moves the data, which costs a second copy but is never wrong.
+    `discard` removes it; after `commit` there is nothing left to remove.
+    """
+
+    def __init__(self, folder: Path, *, reserve: int) -> None:
+        self._temporary = folder / f".{secrets.token_hex(8)}.slimtensors-tmp"
+        self._reserve = max(-(-reserve // 8) * 8, 16)
+        self._entries: dict[str, Entry] = {}
+        self.checksums: dict[str, int | None] = {}
+        self.size = 0
+        """Bytes of tensors written so far."""
+        self._file: BinaryIO = self._temporary.open("xb", buffering=1 << 20)
+        self._file.seek(self._reserve)
+
+    def add(self, piece: Piece) -> None:
+        """Append a tensor."""
+        begin = self.size
+        for chunk in piece.chunks:
+            data = chunk.numpy().data if isinstance(chunk, Tensor) else chunk
+            self._file.write(data)
+            self.size += len(data)
+        assert self.size - begin == piece.spec.nbytes, piece.name
+        self._entries[piece.name] = Entry(piece.spec, begin, self.size)
+        self.checksums[piece.name] = piece.checksum
+
+    def finish(self, order: Sequence[str], describe: Callable[[str], Mapping[str, str]]) -> None:
+        """Write the header, listing the tensors in `order`, and make sure all is on the disk.
+
+        `describe` gets the list of tensors as it will stand in the file, and returns the metadata.
+        """
+        table = headers.table_text({name: self._entries[name] for name in order})
+        raw = headers.pack(table, describe(table), size=self._reserve)
+        if len(raw) > self._reserve:
+            self._move_data(len(raw))
+        self._file.seek(0)
+        self._file.write(raw)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def commit(self, target: Path) -> None:
+        """Give the finished file its name, replacing what had it."""
+        if target.exists():
+            shutil.copymode(target, self._temporary)
+        self._temporary.replace(target)
+
+    def _move_data(self, start: int) -> None:
+        self._file.close()
+        old = self._temporary
+        new = old.with_suffix(".slimtensors-tmp2")
+        with old.open("rb") as source, new.open("xb") as target:
+            source.seek(self._reserve)
+            target.seek(start)
+            shutil.copyfileobj(source, target, 1 << 20)
+        new.replace(old)
+        self._reserve = start
+        self._file = old.open("r+b")
+
+    def discard(self) -> None:
+        """Remove whatever has not been committed."""
+        with suppress(OSError):  # closing flushes, which fails again if the disk is full
+            self._file.close()
+        for leftover in (self._temporary, self._temporary.with_suffix(".slimtensors-tmp2")):
+            leftover.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_target(path: Path) -> Path:
+    """Return the file that writing to `path` would replace; raise if that cannot be done."""
+    target = Path(os.path.realpath(path))  # write through a link, as open() would
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"{path}: is not an ordinary file and cannot be replaced")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path}: the folder {target.parent} does not exist")
+    return target

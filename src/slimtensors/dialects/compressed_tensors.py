@@ -1,0 +1,162 @@
+"""The dialect `compressed-tensors`: a sparse tensor is several plain ones with known suffixes.
+
+Written as the releases of compressed-tensors up to 0.14 did, and read back from all of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
+from slimtensors.container import Piece, StoredFile, has_code
+from slimtensors.dialects.member import Stored, plain_piece
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
+from slimtensors.plan import Plan
+from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
+
+NAME = "compressed-tensors"
+
+_NEEDED = ("compressed", "bitmask", "shape")
+_CODECS: Mapping[str, Codec] = {"bitmask": Bitmask(), "bitmask24": Bitmask24()}
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMember:
+    """A tensor stored as values, bit mask and shape."""
+
+    codec: str
+    parts: Mapping[str, Stored]
+
+    @property
+    def file(self) -> StoredFile:
+        """Where its values lie."""
+        return self.parts["compressed"].file
+
+    @property
+    def stored_bytes(self) -> int:
+        """All of its parts."""
+        return sum(part.entry.spec.nbytes for part in self.parts.values())
+
+    def spec(self) -> Spec:
+        """Return the dtype of the values, and what the part `shape` says."""
+        part = self.parts["shape"]
+        if part.entry.spec.dtype is not torch.int64:
+            raise CorruptFileError(f"a shape of {part.entry.spec.dtype}")
+        sizes = part.read(serially).flatten()  # [n], or [n, 1] for 2:4
+        return Spec(self.parts["compressed"].entry.spec.dtype, parse_shape(sizes.tolist()))
+
+    def plan(self) -> Plan:
+        """Return the codec."""
+        return Plan(_CODECS[self.codec])
+
+    def load(self, each: Each) -> Tensor:
+        """Scatter the values; they lie in the mask's order in both sparse formats."""
+        like = self.spec()
+        values, mask = self.parts["compressed"], self.parts["bitmask"]
+        out = bitmask.scatter(
+            mask.read(each).flatten(),
+            as_bytes(values.read(each)),
+            like,
+            like.shape[-1] if like.shape else 1,
+            each,
+        )
+        for part in self.parts.values():
+            part.file.release(part.entry)
+        return out
+
+
+def check(name: str, spec: Spec) -> None:
+    """Raise if safetensors has no name for the dtype."""
+    if not has_code(spec):
+        raise UnsupportedTensorError(
+            f"{name}: safetensors has no {dtype_name(spec.dtype)}; the dialect 'slim' can store it"
+        )
+
+
+def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Piece], Plan | None]:
+    """Return `x` as it goes into a file, one plain tensor or several, and the plan by which."""
+    if plan is None:
+        return [plain_piece(name, x, each)], None
+    if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
+        raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
+    row = x.shape[-1] if x.dim() else 1
+    rows = x.numel() // row if row else 0
+    parts = _parts24(x, row, each) if isinstance(plan.codec, Bitmask24) else _parts(x, row, each)
+    parts["bitmask"] = parts["bitmask"].view(rows, -1)
+    # Largest items first: as aligned as a format without padding allows.
+    order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
+    return [plain_piece(f"{name}.{suffix}", parts[suffix], each) for suffix in order], plan
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A tensor found in parts: its name, and the stored names that belong to it."""
+
+    name: str
+    keys: Sequence[str]
+    member: SparseMember
+
+
+def ours(stored: Mapping[str, Stored], plans: Mapping[str, str]) -> Iterator[Group]:
+    """Yield the tensors that a manifest says are stored in parts."""
+    for name, codec in plans.items():
+        parts = _parts_of(name, stored)
+        if codec not in _CODECS or not set(_NEEDED) <= parts.keys():
+            raise FormatError(f"{name}: the parts of codec {codec!r} are not all here")
+        yield _group(name, name, codec, parts)
+
+
+def foreign(stored: Mapping[str, Stored]) -> Iterator[Group]:
+    """Yield the tensors in files without manifest that have the parts of a sparse tensor."""
+    found = {}
+    for key in stored:
+        prefix, _, last = key.rpartition(".")
+        if last == "bitmask" and set(_NEEDED) <= (parts := _parts_of(prefix, stored)).keys():
+            found[prefix] = parts
+    # Up to 0.8 every tensor was stored so, as module.weight.bitmask and module.bias.bitmask; later
+    # only weights were, as module.bitmask.
+    full_names = any(prefix.rpartition(".")[2] in ("weight", "bias") for prefix in found)
+    for prefix, parts in found.items():
+        codec = "bitmask24" if len(parts["compressed"].entry.spec.shape) == 2 else "bitmask"
+        yield _group(prefix if full_names else f"{prefix}.weight", prefix, codec, parts)
+
+
+def _parts_of(prefix: str, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    keys = {suffix: f"{prefix}.{suffix}" for suffix in (*_NEEDED, "row_offsets")}
+    return {suffix: stored[key] for suffix, key in keys.items() if key in stored}
+
+
+def _group(name: str, prefix: str, codec: str, parts: Mapping[str, Stored]) -> Group:
+    return Group(name, [f"{prefix}.{suffix}" for suffix in parts], SparseMember(codec, parts))
+
+
+def _parts(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
+    items = as_bytes(x)
+    mask, counts = bitmask.find(items, x.element_size(), row, each)
+    values = bitmask.gather(items, x.element_size(), row, mask, counts, each)
+    per_row = _row_counts(mask, -(-row // 8))
+    return {
+        "shape": torch.tensor(x.shape, dtype=torch.int64),
+        "row_offsets": per_row.cumsum(0) - per_row,
+        "compressed": values.view(x.dtype),
+        "bitmask": mask,
+    }
+
+
+def _parts24(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
+    mask, values = bitmask24.select(x, row, each)
+    return {
+        "shape": torch.tensor(x.shape, dtype=torch.int64).view(-1, 1),
+        "compressed": values.view(-1, row // 2),
+        "bitmask": mask,
+    }
+
+
+def _row_counts(mask: Tensor, width: int) -> Tensor:
+    table = mask.view(-1, width).numpy()
+    if width % 8 == 0:
+        table = table.view(np.uint64)  # eight times fewer additions
+    return torch.from_numpy(np.bitwise_count(table).sum(axis=1, dtype=np.int64))

@@ -1,0 +1,138 @@
+"""A tensor inside an archive, as dialects find it; and the simplest kind, a plain one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from slimtensors import _core
+from slimtensors.container import Entry, Piece, StoredFile
+from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.plan import Plan
+from slimtensors.spec import Each, Spec, as_bytes, view
+
+_CHUNK = 1 << 20
+_SMALL = 32 << 10  # torch copies more than that with threads of its own
+
+
+class Member(Protocol):
+    """One tensor of an archive: described at once, read when asked for."""
+
+    @property
+    def file(self) -> StoredFile:
+        """Where it lies."""
+        ...
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it costs in the file."""
+        ...
+
+    def spec(self) -> Spec:
+        """Return dtype and shape of the tensor."""
+        ...
+
+    def plan(self) -> Plan | None:
+        """Return how it is stored; none if plain."""
+        ...
+
+    def load(self, each: Each) -> Tensor:
+        """Read, check and decode it into memory of its own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it lies in a file, before anybody asks what it means."""
+
+    file: StoredFile
+    entry: Entry
+    checksum: int | None
+    """Of its bytes; none where nobody recorded one."""
+
+    def read(self, each: Each) -> Tensor:
+        """Return its data, checked and valid until it is released."""
+        raw = self.file.read(self.entry)
+        if self.checksum is not None:
+            self.check(checksum(raw, each))
+        return view(raw, self.entry.spec)
+
+    def check(self, found: int) -> None:
+        """Raise if its bytes have another checksum than when they were written."""
+        if self.checksum is not None and found != self.checksum:
+            raise CorruptFileError("the checksum differs: the file is damaged")
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMember:
+    """A tensor that safetensors itself describes."""
+
+    stored: Stored
+
+    @property
+    def file(self) -> StoredFile:
+        """Where it lies."""
+        return self.stored.file
+
+    @property
+    def stored_bytes(self) -> int:
+        """As many bytes as it has in memory."""
+        return self.stored.entry.spec.nbytes
+
+    def spec(self) -> Spec:
+        """Return what the header says."""
+        return self.stored.entry.spec
+
+    def plan(self) -> Plan | None:
+        """Return none: there is nothing to decode."""
+        return None
+
+    def load(self, each: Each) -> Tensor:
+        """Copy the bytes, so that the result does not depend on the file."""
+        stored = self.stored
+        entry = stored.entry
+        raw = stored.file.read(entry)
+        if len(raw) <= _SMALL:
+            out = view(raw, entry.spec).clone()
+            stored.check(_core.crc32c(raw))
+        else:
+            out = empty(entry.spec)
+            stored.check(copy(raw, as_bytes(out), each))
+        stored.file.release(entry)
+        return out
+
+
+def plain_piece(name: str, x: Tensor, each: Each) -> Piece:
+    """Return `x` as safetensors itself stores it."""
+    raw = as_bytes(x)
+    return Piece(name, Spec.of(x), [raw], checksum(raw, each))
+
+
+def checksum(raw: Tensor | memoryview, each: Each) -> int:
+    """Return the CRC-32C of flat bytes, dividing the work."""
+    size = len(raw)
+    if size <= _CHUNK:
+        return _core.crc32c(raw)
+    return _joined(lambda begin, end: _core.crc32c(raw[begin:end]), size, each)
+
+
+def copy(source: memoryview, target: Tensor, each: Each) -> int:
+    """Copy flat bytes, dividing the work, and return their CRC-32C."""
+    to, given = target.numpy(), np.frombuffer(source, dtype=np.uint8)
+
+    def one(begin: int, end: int) -> int:
+        np.copyto(to[begin:end], given[begin:end])  # torch would start threads of its own
+        return _core.crc32c(to[begin:end])
+
+    return _joined(one, len(source), each)
+
+
+def _joined(work: Callable[[int, int], int], size: int, each: Each) -> int:
+    spans = [(begin, min(begin + _CHUNK, size)) for begin in range(0, size, _CHUNK)]
+    total = 0
+    for (begin, end), found in zip(spans, each(lambda i: work(*spans[i]), len(spans)), strict=True):
+        total = _core.crc32c_join(total, found, end - begin)
+    return total

@@ -1,0 +1,147 @@
+"""The dialect `slim`: each compressed tensor is one self-describing blob under its own name.
+
+A blob is a flat `uint8` tensor: magic, version, header length, checksum, JSON header, parts. A
+loader that does not know it stops at the shape instead of running on wrong numbers.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slimtensors import _core
+from slimtensors.codecs import Dense
+from slimtensors.container import Chunk, Entry, Piece, StoredFile, has_code
+from slimtensors.dialects.manifest import VERSION
+from slimtensors.dialects.member import Member, PlainMember, Stored, checksum, plain_piece
+from slimtensors.errors import CorruptFileError, UnsupportedVersionError
+from slimtensors.plan import Encoded, Plan, decode, describe, encode, rebuild
+from slimtensors.spec import Each, Json, Spec, as_bytes
+
+NAME = "slim"
+MAGIC = b"SLIM"
+_START = struct.Struct("<4sIII")
+"""Magic, version, bytes of the JSON header, CRC-32C of these twelve bytes and the JSON header."""
+_ALIGN = 16
+"""Blobs and their parts take multiples of it, so that parts of every dtype lie aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobMember:
+    """A tensor stored as one blob."""
+
+    file: StoredFile
+    entry: Entry
+
+    @property
+    def stored_bytes(self) -> int:
+        """The whole blob."""
+        return self.entry.end - self.entry.begin
+
+    def spec(self) -> Spec:
+        """Return what the blob's header says."""
+        return self._encoded().spec
+
+    def plan(self) -> Plan:
+        """Return what the blob's header says."""
+        return self._encoded().plan
+
+    def load(self, each: Each) -> Tensor:
+        """Check and decode the blob."""
+        raw = self.file.read(self.entry)
+        start, header = unpack_header(raw)
+        payload = raw[start:]
+        if checksum(payload, each) != header.get("crc32c"):
+            raise CorruptFileError("the checksum differs: the file is damaged")
+        out = decode(rebuild(header, payload), each)
+        self.file.release(self.entry)
+        return out
+
+    def _encoded(self) -> Encoded:
+        raw = self.file.read(self.entry)
+        start, header = unpack_header(raw)
+        return rebuild(header, raw[start:])
+
+
+def check(name: str, spec: Spec) -> None:
+    """Do nothing: a blob can hold every dtype."""
+
+
+def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Piece], Plan | None]:
+    """Return `x` as it goes into a file, and the plan by which."""
+    if plan is None:
+        if has_code(Spec.of(x)) and not is_blob(Spec.of(x), as_bytes(x).numpy().data):
+            return [plain_piece(name, x, each)], None
+        plan = Plan(Dense())  # what safetensors cannot say, or what would be taken for a blob
+    chunks = pack(encode(plan, x, each), each)
+    size = sum(len(chunk) for chunk in chunks)
+    return [Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan
+
+
+def member(stored: Stored, *, blob: bool | None) -> Member:
+    """Return what is stored as a tensor; where it is not known to be a `blob`, it tells itself."""
+    if blob is None:
+        spec = stored.entry.spec
+        blob = _may_be_blob(spec) and is_blob(spec, stored.file.read(stored.entry))
+    return BlobMember(stored.file, stored.entry) if blob else PlainMember(stored)
+
+
+def pack(encoded: Encoded, each: Each) -> list[Chunk]:
+    """Return the chunks that make up the blob of an encoded tensor."""
+    body: list[Chunk] = []
+    at: dict[str, tuple[int, int]] = {}
+    end, seal = 0, 0
+    for path, leaf in encoded.leaves():
+        raw = as_bytes(leaf)
+        padding = bytes(-raw.numel() % _ALIGN)
+        seal = _core.crc32c_join(seal, checksum(raw, each), raw.numel())
+        seal = _core.crc32c(padding, seal)
+        body += [raw, padding]
+        at[path] = end, end + raw.numel()
+        end += raw.numel() + len(padding)
+    header = {**describe(encoded, at), "crc32c": seal}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
+    start = _START.pack(MAGIC, VERSION, len(text), 0)[:12]
+    return [start, _core.crc32c(text, _core.crc32c(start)).to_bytes(4, "little"), text, *body]
+
+
+def unpack_header(raw: memoryview) -> tuple[int, Json]:
+    """Return where the parts of a blob start, and its header, checked against its checksum."""
+    if len(raw) < _START.size:
+        raise CorruptFileError(f"{len(raw)} bytes are too few for a compressed tensor")
+    start = bytes(raw[: _START.size])
+    magic, version, size, seal = _START.unpack(start)
+    if magic != MAGIC:
+        raise CorruptFileError("a compressed tensor must start with 'SLIM'")
+    if version > VERSION:
+        raise UnsupportedVersionError(
+            f"stored in format version {version}, this library reads up to {VERSION};"
+            " upgrade slimtensors"
+        )
+    end = _START.size + size
+    text = bytes(raw[_START.size : end])
+    if len(text) != size or _core.crc32c(text, _core.crc32c(start[:12])) != seal:
+        raise CorruptFileError("the header's checksum differs: the file is damaged")
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CorruptFileError("the header is not a table")
+    return end, header
+
+
+def is_blob(spec: Spec, raw: memoryview) -> bool:
+    """Tell whether these bytes are one of our blobs."""
+    if not _may_be_blob(spec) or raw[:4] != MAGIC:
+        return False
+    *_, size, seal = _START.unpack(raw[: _START.size])
+    found = _core.crc32c(raw[_START.size : _START.size + size], _core.crc32c(raw[:12]))
+    return bool(found == seal)
+
+
+def _may_be_blob(spec: Spec) -> bool:
+    return spec.dtype is torch.uint8 and len(spec.shape) == 1 and spec.shape[0] >= _START.size

@@ -1,0 +1,63 @@
+"""Every error this library raises on purpose.
+
+* SlimError
+  * FormatError                a file breaks the format
+    * CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
+    * UnsupportedVersionError  a newer library wrote it
+    * UnknownCodecError        it names a codec that nobody registered
+  * ConfigError                a bad option or an unknown name
+  * MismatchError              two things that should fit do not
+  * UnsupportedTensorError     a tensor that cannot be stored
+  * MissingDependencyError     an optional package is not installed
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SlimError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class FormatError(SlimError, ValueError):
+    """The file does not follow the format."""
+
+
+class CorruptFileError(FormatError):
+    """The file is damaged."""
+
+
+class UnsupportedVersionError(FormatError):
+    """The file was written by a newer library."""
+
+
+class UnknownCodecError(FormatError):
+    """The file, or the caller, names a codec that is not registered."""
+
+
+class ConfigError(SlimError, ValueError):
+    """An option has a bad value or does not exist."""
+
+
+class MismatchError(SlimError, ValueError):
+    """Two things that should fit do not."""
+
+
+class UnsupportedTensorError(SlimError, TypeError):
+    """A tensor of this kind cannot be stored."""
+
+
+class MissingDependencyError(SlimError, ImportError):
+    """An optional dependency is needed for this operation."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"this needs {package}; install it with: pip install 'slimtensors[{extra}]'"
+        )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which of `known` was probably meant by `name`, as the end of an error message."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

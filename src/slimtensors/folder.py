@@ -1,0 +1,249 @@
+"""Model folders as transformers writes them: weights, `config.json` and whatever else is there."""
+
+import json
+import secrets
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch import Tensor
+
+from slimtensors import presets
+from slimtensors.archive import Archive, Progress, save
+from slimtensors.container import (
+    SINGLE,
+    Place,
+    StrPath,
+    locate,
+    place,
+    write_index,
+    write_json,
+)
+from slimtensors.errors import ConfigError
+from slimtensors.presets import Choice, Chooser
+from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
+from slimtensors.spec import Json
+from slimtensors.summary import Summary
+
+Keep = Callable[[str], bool]
+"""Tells by its name whether a tensor is meant."""
+
+
+def matching(only: list[str], skip: list[str]) -> Keep:
+    """Return a test for names that match one of `only` (if any is given) and none of `skip`."""
+
+    def keep(name: str) -> bool:
+        wanted = not only or any(fnmatchcase(name, glob) for glob in only)
+        return wanted and not any(fnmatchcase(name, glob) for glob in skip)
+
+    return keep
+
+
+def is_model(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> bool:
+    """Tell whether `source` is a whole folder (or its index) rather than one file."""
+    where = place(source, storage_options=storage_options)
+    return where.is_folder() or where.name.endswith(".json")
+
+
+def _folder_of(source: StrPath, storage_options: dict[str, Any] | None) -> Place:
+    where = place(source, storage_options=storage_options)
+    return where if where.is_folder() else where.parent()
+
+
+def compress_folder(
+    source: StrPath,
+    target: StrPath,
+    *,
+    preset: str = "sparse",
+    dialect: str = "slim",
+    keep: Keep = lambda name: True,
+    max_shard_size: int | str | None = None,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Summary:
+    """Compress the weights of a model folder into a new one, without building the model.
+
+    Shards stay as they are unless `max_shard_size` is given; tensors that `keep` refuses stay
+    plain; other files are copied; `config.json` says what was done. The new folder appears when
+    it is complete; an existing one is refused, or replaced if `replace` is set.
+    """
+    where = _folder_of(source, storage_options)
+    zeros: dict[str, Zeros] = {}
+    choose = _counting(limited(presets.find(preset), keep), zeros)
+    with (
+        Archive(source, storage_options=storage_options) as archive,
+        _new_folder(Path(target), replace=replace) as folder,
+    ):
+        how = _How(choose, dialect, max_shard_size, threads, progress)
+        summary = _write_weights(archive, folder, how)
+        _copy_others(where, folder)
+        _edit_config(folder, lambda config: _describe(config, summary, zeros, preset, dialect))
+    return summary
+
+
+def decompress_folder(
+    source: StrPath,
+    target: StrPath,
+    *,
+    keep: Keep = lambda name: True,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Summary:
+    """Write a model folder with plain weights, and `config.json` as it was before compression."""
+    where = _folder_of(source, storage_options)
+    with (
+        Archive(source, storage_options=storage_options) as archive,
+        _new_folder(Path(target), replace=replace) as folder,
+    ):
+        kept = archive.select(name for name in archive if keep(name))
+        summary = _write_weights(kept, folder, _How(presets.dense, "slim", None, threads, progress))
+        _copy_others(where, folder)
+        _edit_config(folder, _restored)
+    return summary
+
+
+@dataclass(frozen=True)
+class _How:
+    """How weights are to be written."""
+
+    choose: Chooser
+    dialect: str
+    max_shard_size: int | str | None
+    threads: int | None
+    progress: Progress | None
+
+
+def limited(choose: Chooser, keep: Keep) -> Chooser:
+    """Return a rule that leaves the tensors that `keep` refuses as they are."""
+
+    def chosen(name: str, x: Tensor) -> Any:
+        return choose(name, x) if keep(name) else Choice(None, "was not selected")
+
+    return chosen
+
+
+def _counting(choose: Chooser, zeros: dict[str, Zeros]) -> Chooser:
+    def counted(name: str, x: Tensor) -> Any:
+        zeros[name] = count_zeros(x)
+        return choose(name, x)
+
+    return counted
+
+
+@contextmanager
+def _new_folder(target: Path, *, replace: bool) -> Iterator[Path]:
+    """Give a folder to fill, which takes the name of `target` at the end, or disappears."""
+    if target.exists() and not replace:
+        raise ConfigError(f"{target}: exists already")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target}: is a file, not a folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    mark = secrets.token_hex(4)
+    folder = target.with_name(f".{target.name}.{mark}.slimtensors-tmp")
+    folder.mkdir()
+    try:
+        yield folder
+        if target.exists():
+            old = target.with_name(f".{target.name}.{mark}.slimtensors-old")
+            target.rename(old)
+            folder.rename(target)
+            shutil.rmtree(old)
+        else:
+            folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_weights(archive: Archive, folder: Path, how: _How) -> Summary:
+    def write(part: Archive, path: Path, max_shard_size: int | str | None) -> Summary:
+        return save(
+            part,
+            path,
+            preset=how.choose,
+            dialect=how.dialect,
+            max_shard_size=max_shard_size,
+            threads=how.threads,
+            progress=how.progress,
+        )
+
+    if how.max_shard_size is not None:
+        return write(archive, folder, how.max_shard_size)
+    shards: dict[str, list[str]] = defaultdict(list)
+    for name in archive:
+        shards[PurePath(archive.info(name).file).name].append(name)
+    if len(shards) < 2:
+        return write(archive, folder / next(iter(shards), SINGLE), None)
+    parts = [write(archive.select(names), folder / file, None) for file, names in shards.items()]
+    write_index(folder, list(shards))
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    return Summary(tensors, [file for part in parts for file in part.files])
+
+
+def _copy_others(where: Place, folder: Path) -> None:
+    """Copy everything but the weights, their index, and what is hidden."""
+    weights = {file.name for file in locate(where)}
+    for name in where.walk():
+        hidden = any(part.startswith(".") for part in PurePath(name).parts)
+        if name in weights or name.endswith(".safetensors.index.json") or hidden:
+            continue
+        copied = folder / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(where.child(name).read())
+
+
+def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
+    path = folder / "config.json"
+    if not path.exists():
+        return
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path.name}: is not JSON: {error}") from error
+    write_json(path, edit(config))
+
+
+def _describe(
+    config: Json, summary: Summary, zeros: Mapping[str, Zeros], preset: str, dialect: str
+) -> Json:
+    codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
+    if not codecs:
+        return config
+    before = {key: config[key] for key in _SECTIONS if key in config}
+    items = sum(count.items for count in zeros.values())
+    zero = sum(count.zero + count.negative for count in zeros.values())
+    kind = Sparse24BitmaskConfig if set(codecs) == {"bitmask24"} else BitmaskConfig
+    sparsity = kind(global_sparsity=round(zero / items, 4)).to_dict()
+    if dialect == "compressed-tensors":
+        section: Json = {"quant_method": dialect, "sparsity_config": sparsity}
+    else:
+        section = {
+            "quant_method": "slimtensors",
+            "preset": preset,
+            "codecs": dict(sorted(codecs.items())),
+            "bits_per_weight": round(8 * summary.stored_bytes / items, 3),
+        }
+    if before:
+        section["before"] = before  # so that decompressing can put it back
+    return {**config, "quantization_config": section, "sparsity_config": sparsity}
+
+
+def _restored(config: Json) -> Json:
+    section = config.get("quantization_config", {})
+    if section.get("quant_method") != "slimtensors" and not section.keys() <= _SPARSE_ONLY:
+        return config
+    kept = {key: value for key, value in config.items() if key not in _SECTIONS}
+    return {**kept, **section.get("before", {})}
+
+
+_SECTIONS = ("quantization_config", "sparsity_config")
+_SPARSE_ONLY = {"quant_method", "version", "sparsity_config", "transform_config", "before"}
+"""A section of compressed-tensors that says nothing but that the weights are sparse."""

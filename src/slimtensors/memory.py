@@ -1,0 +1,27 @@
+"""Memory for results. First touch of fresh 4 KiB pages costs more than decoding into them."""
+
+import math
+import mmap
+
+import torch
+from torch import Tensor
+
+from slimtensors.spec import Spec
+
+_HUGE = 2 << 20
+_WORTHWHILE = 2 * _HUGE
+"""Smaller results come from torch's allocator, which reuses pages it already has."""
+
+
+def empty(like: Spec) -> Tensor:
+    """Allocate a tensor, on huge pages where it is large and the system has them."""
+    if like.nbytes < _WORTHWHILE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(like.shape, dtype=like.dtype)
+    # Private, because the module's default is shared memory, which gets no huge pages. Whole huge
+    # pages, because the kernel aligns such mappings to them; a rest at the end is never touched.
+    size = math.ceil(like.nbytes / _HUGE) * _HUGE
+    pages = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+    start = -raw.data_ptr() % _HUGE
+    return raw[start : start + like.nbytes].view(like.dtype).view(like.shape)

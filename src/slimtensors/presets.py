@@ -1,0 +1,84 @@
+"""Presets: named rules that choose a plan for each tensor."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slimtensors.codecs import Bitmask, Bitmask24
+from slimtensors.errors import ConfigError, nearest
+from slimtensors.plan import Plan
+from slimtensors.sparsity import Zeros, count_zeros, is_24
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to store a tensor, and what to tell the user about it."""
+
+    plan: Plan | None
+    """None: as it is."""
+    note: str = ""
+
+
+Chooser = Callable[[str, Tensor], Choice | Plan | None]
+"""Decides how to store a tensor in main memory, by its name and content."""
+
+
+def dense(name: str, x: Tensor) -> Choice:
+    """Store as it is."""
+    return Choice(None)
+
+
+def sparse(name: str, x: Tensor) -> Choice:
+    """Store nonzero values and their positions, wherever that is smaller. Lossless."""
+    zeros = count_zeros(x)
+    as_mask = _bits(zeros, x)
+    as_24 = x.numel() * (x.element_size() * 4 + 2 / 3)
+    if as_24 < as_mask and 2 * zeros.zero >= zeros.items and is_24(x):
+        return Choice(Plan(Bitmask24()))
+    return _masked(x, zeros)
+
+
+def bitmask(name: str, x: Tensor) -> Choice:
+    """Store nonzero values and a bit per position, wherever that is smaller. Lossless."""
+    return _masked(x, count_zeros(x))
+
+
+def bitmask24(name: str, x: Tensor) -> Choice:
+    """Store half of the values where two of every four are zero; others as they are. Lossless."""
+    if x.numel() and is_24(x):
+        return Choice(Plan(Bitmask24()))
+    return Choice(None, "is not 2:4")
+
+
+PRESETS: Mapping[str, Chooser] = {
+    "dense": dense,
+    "sparse": sparse,
+    "bitmask": bitmask,
+    "bitmask24": bitmask24,
+}
+
+
+def find(preset: "str | Plan | Chooser") -> Chooser:
+    """Return the rule that a preset's name, a plan for every tensor, or a function stands for."""
+    if isinstance(preset, Plan):
+        plan = preset
+        return lambda name, x: plan
+    if callable(preset):
+        return preset
+    if preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; {nearest(preset, PRESETS)}")
+    return PRESETS[preset]
+
+
+def _masked(x: Tensor, zeros: Zeros) -> Choice:
+    note = ""
+    if zeros.negative > zeros.items // 100:
+        note = f"{zeros.negative} items are -0.0 and kept as values; x + 0.0 would free them"
+    if _bits(zeros, x) >= 8 * x.nbytes:
+        return Choice(None, note or "too few zeros for a bitmask")
+    return Choice(Plan(Bitmask()), note)
+
+
+def _bits(zeros: Zeros, x: Tensor) -> int:
+    return (zeros.items - zeros.zero) * 8 * x.element_size() + zeros.items

@@ -1,0 +1,13 @@
+"""Sparsity: measuring it, and describing it in `config.json`."""
+
+from slimtensors.sparsity.config import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
+from slimtensors.sparsity.measure import Zeros, count_zeros, is_24
+
+__all__ = [
+    "BitmaskConfig",
+    "Sparse24BitmaskConfig",
+    "SparsityConfig",
+    "Zeros",
+    "count_zeros",
+    "is_24",
+]

@@ -1,0 +1,161 @@
+"""What a tensor looks like without its data, and how to see its bits."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from slimtensors.errors import FormatError, UnsupportedTensorError
+
+Json = dict[str, Any]
+
+Parts = dict[str, Tensor]
+"""Named plain tensors: all that a codec may emit."""
+
+T = TypeVar("T")
+
+
+class Each(Protocol):
+    """Run `work(0)` … `work(count - 1)`, in any order or at once, and return the results in order.
+
+    Code that can be divided takes one of these, so that only the archive knows about threads.
+    """
+
+    def __call__(self, work: Callable[[int], T], count: int, /) -> list[T]: ...  # noqa: D102
+
+
+def serially(work: Callable[[int], T], count: int, /) -> list[T]:
+    """Run one piece after the other: the simplest `Each`."""
+    return [work(i) for i in range(count)]
+
+
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (*range(1, 9), 16, 32, 64)}
+_FLOATS = {"float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"}
+_SMALL = {
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+}
+_BITS = {"bool", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"}
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in sorted(_INTEGERS | _FLOATS | _SMALL | _BITS)
+    if hasattr(torch, name)  # older torch releases lack some of the small ones
+}
+"""Every dtype that can be stored, by the name torch gives it."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Data type and shape of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Spec":
+        """Describe `x`."""
+        return cls(x.dtype, tuple(x.shape))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plain tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def to_json(self) -> Json:
+        """Return the JSON form."""
+        return {"dtype": _NAMES[self.dtype], "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, data: Json) -> "Spec":
+        """Parse the JSON form; raise `FormatError` when it is not one."""
+        try:
+            dtype = DTYPES[data["dtype"]]
+        except (KeyError, TypeError):
+            raise FormatError(f"unknown dtype {str(data.get('dtype'))[:80]!r}") from None
+        return cls(dtype, parse_shape(data.get("shape")))
+
+
+def parse_shape(data: object) -> tuple[int, ...]:
+    """Check that `data` is a list of sizes that torch can hold, and return it as a tuple."""
+    if not isinstance(data, list) or len(data) > 64:
+        raise FormatError(f"not a shape: {str(data)[:80]}")
+    items = 1
+    for n in data:
+        if type(n) is not int or n < 0:  # not isinstance: True is an int
+            raise FormatError(f"not a shape: {str(data)[:80]}")
+        items *= n or 1
+    if items >= 1 << 58:  # in bytes, what a signed 64-bit number can still say
+        raise FormatError(f"a shape past all memory: {str(data)[:80]}")
+    return tuple(data)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that files use for `dtype`."""
+    return _NAMES[dtype]
+
+
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """View `x` as a flat tensor of its bytes. Copies only if `x` is not contiguous."""
+    if not x.is_contiguous():
+        # Copy as words: some dtypes can be viewed, but have no copy kernel.
+        x = x.view(_WORDS[x.element_size()]).contiguous()
+    if x.dim() != 1:
+        x = x.view(-1)
+    return x if x.dtype is torch.uint8 else x.view(torch.uint8)
+
+
+def view(raw: memoryview, spec: Spec) -> Tensor:
+    """View as many bytes as `spec` needs as a tensor. Copies only if they are not aligned."""
+    if not raw:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    x = torch.frombuffer(raw, dtype=spec.dtype)
+    if x.data_ptr() % spec.dtype.itemsize:
+        x = torch.frombuffer(bytearray(raw), dtype=spec.dtype)
+    return x if len(spec.shape) == 1 else x.view(spec.shape)
+
+
+def check_storable(name: str, x: object) -> Tensor:
+    """Return `x` as a plain tensor, or raise an error that names it."""
+    if not isinstance(x, Tensor):
+        raise UnsupportedTensorError(f"{name}: a {type(x).__name__} is not a tensor")
+    if x.layout is not torch.strided:
+        raise UnsupportedTensorError(f"{name}: has layout {x.layout}; store x.to_dense()")
+    if x.dtype not in _NAMES:
+        raise UnsupportedTensorError(f"{name}: tensors of {x.dtype} cannot be stored")
+    if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
+    if x.device.type == "meta":
+        raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
+    return x
+
+
+def on_cpu(x: Tensor) -> Tensor:
+    """Return the plain data of `x` in main memory: no gradient, no lazy conjugate or negative."""
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.cpu()
