@@ -1,6 +1,5 @@
 """Memory for results. First touch of fresh 4 KiB pages costs more than decoding into them."""
 
-import math
 import mmap
 
 import torch
@@ -17,11 +16,10 @@ def empty(like: Spec) -> Tensor:
     """Allocate a tensor, on huge pages where it is large and the system has them."""
     if like.nbytes < _WORTHWHILE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(like.shape, dtype=like.dtype)
-    # Private, because the module's default is shared memory, which gets no huge pages. Whole huge
-    # pages, because the kernel aligns such mappings to them; a rest at the end is never touched.
-    size = math.ceil(like.nbytes / _HUGE) * _HUGE
-    pages = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Private, because the module's default is shared memory, which gets no huge pages.
+    pages = mmap.mmap(-1, like.nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
-    start = -raw.data_ptr() % _HUGE
-    return raw[start : start + like.nbytes].view(like.dtype).view(like.shape)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE
+    # The tensor keeps `pages` alive; what lies before and after it is never touched.
+    raw = torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=like.nbytes)
+    return raw.view(like.dtype).view(like.shape)

@@ -57,11 +57,10 @@ class Summary:
         return self.dense_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def __str__(self) -> str:
+        tensors = counted(len(self.tensors), "tensor")
         coded = sum(t.codec not in ("plain", "tied") for t in self.tensors)
-        return (
-            f"{len(self.tensors)} tensors, {coded} compressed: {human(self.dense_bytes)} -> "
-            f"{human(self.stored_bytes)} ({self.ratio:.2f}x smaller)"
-        )
+        sizes = f"{human(self.dense_bytes)} -> {human(self.stored_bytes)}"
+        return f"{tensors}, {coded} compressed: {sizes} ({self.ratio:.2f}x smaller)"
 
     def to_json(self) -> Json:
         """Return everything as JSON; `docs/schemas/summary.json` describes it."""
@@ -79,6 +78,11 @@ class Summary:
                 for t in self.tensors
             ],
         }
+
+
+def counted(number: int, what: str) -> str:
+    """Write a number of things: `1 tensor`, `2 tensors`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def human(size: float) -> str:

@@ -44,11 +44,11 @@ def save(
     What was there is replaced in one step once everything is written. Tensors come back bit for
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
     """
-    how = dialects.find(dialect)
+    choose, how = presets.find(preset), dialects.find(dialect)
     items, tied = _items(tensors, how)
     with Workers(threads) as workers, _output(path, max_shard_size, items, how) as output:
         done: dict[str, _Done] = {}
-        for result in _encoded(items, presets.find(preset), how, workers):
+        for result in _encoded(items, choose, how, workers):
             output.add(result.pieces)
             done[result.item.name] = result.emptied()
             if progress:
@@ -70,11 +70,11 @@ def estimate(
     progress: Progress | None = None,
 ) -> Summary:
     """Tell what `save` would store, without writing anything."""
-    how = dialects.find(dialect)
+    choose, how = presets.find(preset), dialects.find(dialect)
     items, tied = _items(tensors, how)
     done: dict[str, _Done] = {}
     with Workers(threads) as workers:
-        for result in _encoded(items, presets.find(preset), how, workers):
+        for result in _encoded(items, choose, how, workers):
             done[result.item.name] = result.emptied()
             if progress:
                 progress(result.item.spec.nbytes)

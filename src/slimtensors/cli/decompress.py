@@ -5,7 +5,7 @@ import argparse
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.cli import console
 from slimtensors.folder import decompress_folder, is_model, matching
-from slimtensors.summary import Summary, human
+from slimtensors.summary import Summary, counted, human
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
-        print(f"{len(summary.tensors)} tensors, {human(summary.stored_bytes)}")
+        print(f"{counted(len(summary.tensors), 'tensor')}, {human(summary.stored_bytes)}")
     return 0
 
 

@@ -16,9 +16,14 @@ from slimtensors.spec import as_bytes
 from slimtensors.summary import human
 
 _FORMATS: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
-    "dense safetensors": save_file,
-    "sparse (slim)": save,
+    "dense": save_file,
+    "slim": save,
     "compressed-tensors": save_compressed,
+}
+_PRUNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "half": lambda x: _prune(x, 0.5),
+    "2of4": lambda x: _two_of_four(x),
+    "94%": lambda x: _prune(x, 0.94),
 }
 _HEAD = ("model", "format", "size", "smaller", "bits/weight", "save", "load", "back")
 
@@ -42,12 +47,10 @@ def run(options: argparse.Namespace) -> int:
     layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).bfloat16()
     rows = []
-    for pruned, prune in (("50 %", _half), ("2:4", _two_of_four), ("94 %", _most)):
+    for pruned, prune in _PRUNED.items():
         tensors = {name: prune(x.detach()) for name, x in model.state_dict().items()}
         for form, write in _FORMATS.items():
-            path = options.output / f"{pruned}-{form}.safetensors".replace(" ", "").replace(
-                ":", "of"
-            )
+            path = options.output / f"{pruned}-{form}.safetensors"
             begin = time.perf_counter()
             write(tensors, path)
             middle = time.perf_counter()
@@ -58,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             size = path.stat().st_size
             rows.append(
                 (
-                    f"{pruned} zero",
+                    f"{pruned} zeros",
                     form,
                     human(size),
                     f"{dense / size:.2f}x",
@@ -71,14 +74,6 @@ def run(options: argparse.Namespace) -> int:
     print(console.table(_HEAD, rows, left=2))
     print(f"\nThe files are in {options.output}; look at one with: slimtensors inspect FILE")
     return 0 if all(row[-1] == "same bits" for row in rows) else 1
-
-
-def _half(x: Tensor) -> Tensor:
-    return _prune(x, 0.5)
-
-
-def _most(x: Tensor) -> Tensor:
-    return _prune(x, 0.94)
 
 
 def _prune(x: Tensor, fraction: float) -> Tensor:

@@ -5,6 +5,7 @@ import sys
 
 from slimtensors.archive import inspect, verify
 from slimtensors.cli import console
+from slimtensors.summary import counted
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     if not options.json and found:
         same = f", the same as in {options.against}" if options.against else ""
-        print(f"{found.tensors} tensors are whole{same}")
+        print(f"all {counted(found.tensors, 'tensor')} whole{same}")
     if found.damaged:
         return 3
     return 1 if found.different else 0

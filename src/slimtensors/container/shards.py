@@ -93,8 +93,9 @@ class FolderOutput(_Writers):
             raise ConfigError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder}: is a file, and shards need a folder")
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._limit = folder, max_shard_size
+        self._is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
         # Few tensors reach a small shard, so the room for all their names would outweigh them.
         self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
         self._writers.append(Writer(folder, reserve=self._reserve))
@@ -126,6 +127,17 @@ class FolderOutput(_Writers):
         sync_folder(self._folder)
         homes = zip(names, self._writers, strict=True)
         return {self._folder / name: list(writer.checksums) for name, writer in homes}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None and self._is_new:
+            with suppress(OSError):  # somebody else has put something there meanwhile
+                self._folder.rmdir()
 
     def _commit_shards(self, names: Sequence[str], order: Sequence[str]) -> None:
         try:
