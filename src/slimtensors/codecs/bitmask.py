@@ -25,7 +25,7 @@ class Bitmask:
     name: ClassVar[str] = "bitmask"
 
     def encode(self, x: Tensor) -> Parts:
-        """Return `mask` (bits of the flat tensor, low bit first) and `values`."""
+        """Return `mask` (a bit per item, low bit first) and `values`."""
         return self.encode_each(x, serially)
 
     def decode(self, parts: Parts, like: Spec) -> Tensor:
@@ -37,11 +37,21 @@ class Bitmask:
         items = as_bytes(x)
         mask, counts = find(items, x.element_size(), x.numel(), each)
         values = gather(items, x.element_size(), x.numel(), mask, counts, each)
-        return {"mask": mask, "values": values.view(x.dtype)}
+        return {"mask": mask.view(mask_shape(Spec.of(x))), "values": values.view(x.dtype)}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Count the bits of every chunk to know where its values start, then scatter them."""
-        return scatter(parts["mask"], as_bytes(parts["values"]), like, like.numel, each)
+        mask = parts["mask"]
+        if tuple(mask.shape) != mask_shape(like):
+            raise CorruptFileError(f"a mask of shape {tuple(mask.shape)} for shape {like.shape}")
+        return scatter(mask.view(-1), as_bytes(parts["values"]), like, like.numel, each)
+
+
+def mask_shape(spec: Spec) -> tuple[int, ...]:
+    """Return the shape of a mask: its rows are those of the tensor, where they fill whole bytes."""
+    if len(spec.shape) > 1 and spec.numel and spec.shape[-1] % 8 == 0:
+        return spec.numel // spec.shape[-1], spec.shape[-1] // 8
+    return (mask_bytes(spec.numel, spec.numel),)
 
 
 def mask_bytes(numel: int, row: int) -> int:
