@@ -7,6 +7,7 @@
 #include "counting.h"
 #include "cpu.h"
 #include "crc32c.h"
+#include "difference.h"
 #include "mask24.h"
 
 namespace nb = nanobind;
@@ -59,6 +60,19 @@ NB_MODULE(_core, m) {
     m.def(
         "mask24_unpack", [](const In& codes, const Out& mask) { mask24_unpack(codes.bytes, mask.bytes); },
         "codes"_a, "mask"_a, no_gil);
+
+    m.def(
+        "difference",
+        [](const In& items, const In& base, std::size_t itemsize, bool floats, const Out& out) {
+            difference(items.bytes, base.bytes, itemsize, floats, out.bytes);
+        },
+        "items"_a, "base"_a, "itemsize"_a, "floats"_a, "out"_a, no_gil);
+    m.def(
+        "add_difference",
+        [](const In& diff, const In& base, std::size_t itemsize, bool floats, const Out& items) {
+            add_difference(diff.bytes, base.bytes, itemsize, floats, items.bytes);
+        },
+        "difference"_a, "base"_a, "itemsize"_a, "floats"_a, "items"_a, no_gil);
 
     m.def(
         "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,

@@ -12,9 +12,10 @@ from slimtensors import dialects
 from slimtensors.archive.workers import Workers
 from slimtensors.container import LocalPlace, StrPath, open_files, place
 from slimtensors.dialects import Member
-from slimtensors.errors import FormatError
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.spec import Each, Spec, dtype_name, serially
 from slimtensors.summary import Stored, Summary
+from slimtensors.tree import unflatten
 
 Answer = TypeVar("Answer")
 
@@ -28,7 +29,8 @@ class Archive:
         if isinstance(where, LocalPlace) and not where.path.exists():
             raise FileNotFoundError(f"{where}: no such file or folder")
         self._files = open_files(where)
-        self._members = dialects.members(self._files)
+        contents = dialects.contents(self._files)
+        self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
 
     def select(self, names: Iterable[str]) -> "Archive":
         """Return an archive of only these tensors of this one."""
@@ -164,10 +166,27 @@ def load(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     storage_options: dict[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Read all tensors of a file or folder. Any safetensors file will do, compressed or not."""
+) -> dict[str, Any]:
+    """Read all that a file or folder holds. Any safetensors file will do, compressed or not.
+
+    A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
+    """
     with open(path, storage_options=storage_options) as archive:
-        return dict(archive.items(device=device, threads=threads))
+        if archive.delta is not None:
+            raise ConfigError(f"{archive.path}: is a difference from another model; restore it")
+        tensors = dict(archive.items(device=device, threads=threads))
+        return tensors if archive.tree is None else _rebuilt(archive, tensors)
+
+
+def _rebuilt(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    assert archive.tree is not None
+    try:
+        state = unflatten(archive.tree, tensors)
+    except FormatError as error:
+        raise type(error)(f"{archive.path}: {error}") from error
+    if not isinstance(state, dict):
+        raise CorruptFileError(f"{archive.path}: holds a {type(state).__name__}, not a table")
+    return state
 
 
 def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:

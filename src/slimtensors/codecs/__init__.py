@@ -3,6 +3,7 @@
 from slimtensors.codecs.bitmask import Bitmask
 from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
@@ -13,6 +14,7 @@ from slimtensors.codecs.registry import (
     register,
     to_json,
 )
+from slimtensors.codecs.torch_quantized import TorchQuantized
 
 __all__ = [
     "Bitmask",
@@ -20,6 +22,8 @@ __all__ = [
     "Chunked",
     "Codec",
     "Dense",
+    "Int",
+    "TorchQuantized",
     "as_chunked",
     "find",
     "from_json",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs import Dense
+from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import Chunk, Entry, Piece, StoredFile, has_code
 from slimtensors.dialects.manifest import VERSION
 from slimtensors.dialects.member import Member, PlainMember, Stored, checksum, plain_piece
@@ -75,7 +75,8 @@ def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Pi
     if plan is None:
         if has_code(Spec.of(x)) and not _looks_like_blob(x):
             return [plain_piece(name, x, each)], None
-        plan = Plan(Dense())  # what safetensors cannot say, or what would be taken for a blob
+        # What safetensors cannot say, or what would be taken for a blob.
+        plan = Plan(TorchQuantized() if x.is_quantized else Dense())
     chunks = pack(encode(plan, x, each), each)
     size = sum(len(chunk) for chunk in chunks)
     return [Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan
