@@ -43,7 +43,7 @@ def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that `flatten` took apart."""
     try:
         return _rebuilt(outline, tensors, 0)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptFileError(f"not an outline of a state: {error!r}") from error
 
 
