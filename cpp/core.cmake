@@ -7,7 +7,12 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
   ${CMAKE_CURRENT_LIST_DIR}/crc32c.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/gaps.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_fit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_model.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_compile_features(slim_core PUBLIC cxx_std_20)
 target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
@@ -17,9 +22,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)
   target_sources(slim_core PRIVATE
     ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp)
+    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp)
   set_source_files_properties(
     ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp
     PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
 endif()

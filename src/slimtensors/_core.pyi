@@ -64,3 +64,49 @@ def crc32c(data: Buffer, seed: int = 0) -> int:
 
 def crc32c_join(a: int, b: int, length_b: int) -> int:
     """Return the checksum of two pieces laid end to end, from theirs and the second's length."""
+
+def gaps_bound(mask: Buffer) -> int:
+    """Return how many tokens `gaps_encode` needs room for: a little more than the mask has ones."""
+
+def gaps_encode(mask: Buffer, tokens: MutableBuffer) -> int:
+    """Write the gaps between the ones of `mask`, lowest bit first; return how many tokens they are.
+
+    A token below 255 means that many zeros, then a one; 255 means 255 zeros. Zeros after the last
+    one are not written.
+    """
+
+def gaps_decode(tokens: Buffer, mask: MutableBuffer) -> None:
+    """Undo `gaps_encode`. Tokens it cannot have written are refused before anything is written."""
+
+def density_fit(
+    mask: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
+) -> None:
+    """Give every row and column of a bit matrix one of 16 classes, and every pair of them a chance.
+
+    `columns` has 8 entries per byte of a row, `rows` one per row, of which the last may be shorter,
+    and `chances` 256. Fewer classes are used where more would not pay for themselves.
+    """
+
+def density_model_bound(rows_and_columns: int) -> int:
+    """Return how much room `density_pack` needs."""
+
+def density_pack(rows: Buffer, columns: Buffer, chances: Buffer, model: MutableBuffer) -> int:
+    """Write what `density_fit` found in few bytes, and return how many."""
+
+def density_unpack(
+    model: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
+) -> None:
+    """Undo `density_pack`. A model it cannot have written is refused."""
+
+def density_encode(
+    mask: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, coded: MutableBuffer
+) -> int:
+    """Code whole rows of a bit matrix, given their classes, and return how many bytes that took.
+
+    `coded` has as much room as `mask`. Where coding does not make it smaller, it is a copy.
+    """
+
+def density_decode(
+    coded: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, mask: MutableBuffer
+) -> None:
+    """Undo `density_encode`. Most damage is noticed, not all; `mask` is then unspecified."""

@@ -3,6 +3,8 @@
 from slimtensors.codecs.bitmask import Bitmask
 from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.density import Density
+from slimtensors.codecs.gaps import Gaps
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
@@ -20,6 +22,8 @@ __all__ = [
     "Chunked",
     "Codec",
     "Dense",
+    "Density",
+    "Gaps",
     "as_chunked",
     "find",
     "from_json",
