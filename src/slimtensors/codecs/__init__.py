@@ -3,6 +3,7 @@
 from slimtensors.codecs.bitmask import Bitmask
 from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.huffman import Huffman
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
@@ -20,6 +21,7 @@ __all__ = [
     "Chunked",
     "Codec",
     "Dense",
+    "Huffman",
     "as_chunked",
     "find",
     "from_json",
