@@ -104,6 +104,22 @@ std::size_t coded_size(const ByteCounts& counts, const CodeLengths& lengths) {
     return pack_code(lengths, packed) + sizes_bytes + coded_bits(counts, lengths) / 8 + stream_count;
 }
 
+// Room for the planes of a chunk of any kind. Each thread keeps its own: to touch new memory costs more than
+// to code a small tensor.
+std::uint8_t* scratch_planes() {
+    thread_local const auto room =
+        std::make_unique_for_overwrite<std::uint8_t[]>(most_planes * huffman_chunk);
+    return room.get();
+}
+
+// One plane of a chunk, copied to the scratch planes unless the items are nothing else.
+const std::uint8_t* one_plane(const std::uint8_t* items, std::size_t count, ItemKind kind,
+                              std::size_t plane) {
+    if (kind.size == 1) return items;
+    take_plane(items, count, kind, plane, scratch_planes());
+    return scratch_planes();
+}
+
 // Decoding is slower than copying, so a plane is left alone unless this much of it is saved.
 std::size_t worthwhile(std::size_t count) { return count / 128; }
 
@@ -112,15 +128,14 @@ std::size_t worthwhile(std::size_t count) { return count / 128; }
 void huffman_survey(Bytes items, ItemKind kind, MutableBytes codes, MutableBytes rows) {
     const Layout layout(items.size(), kind, rows.size());
     if (codes.size() != layout.code_at(layout.chunks, 0)) refuse("codes must have 256 bytes for each plane");
-    const auto plane = std::make_unique_for_overwrite<std::uint8_t[]>(std::min(layout.items, huffman_chunk));
     for (std::size_t c = 0; c < layout.chunks; ++c) {
         const std::uint8_t* from = items.data() + layout.item_at(c);
         const std::size_t count = layout.count(c);
         for (std::size_t j = 0; j < layout.planes; ++j) {
             std::size_t bytes = count;
             if (!looks_even(from, count, kind, j)) {
-                take_plane(from, count, kind, j, plane.get());
-                const ByteCounts counts = count_bytes(plane.get(), count);
+                const std::uint8_t* plane = one_plane(from, count, kind, j);
+                const ByteCounts counts = count_bytes(plane, count);
                 if (counts[plane[0]] == count) {
                     bytes = 1;
                 } else {
@@ -141,10 +156,6 @@ namespace {
 
 class PlaneEncoder {
   public:
-    explicit PlaneEncoder(std::size_t most_items)
-        : plane_(std::make_unique_for_overwrite<std::uint8_t[]>(most_items)),
-          buffers_(std::make_unique_for_overwrite<std::uint8_t[]>(stream_count * stream_room(most_items))) {}
-
     void encode(const std::uint8_t* items, std::size_t count, ItemKind kind, std::size_t j, Bytes code,
                 MutableBytes to) {
         switch (how_stored(to.size(), count)) {
@@ -153,20 +164,19 @@ class PlaneEncoder {
             case Stored::constant:
                 return take_plane(items, 1, kind, j, to.data());
             case Stored::coded:
-                take_plane(items, count, kind, j, plane_.get());
-                return encode_coded(count, code, to);
+                return encode_coded(one_plane(items, count, kind, j), count, code, to);
         }
     }
 
   private:
-    void encode_coded(std::size_t count, Bytes code, MutableBytes to) {
+    void encode_coded(const std::uint8_t* plane, std::size_t count, Bytes code, MutableBytes to) {
         CodeLengths lengths;
         std::copy(code.begin(), code.end(), lengths.begin());
         if (!is_complete(lengths)) refuse("codes were not surveyed");
         build_encode_table(lengths, table_);
         std::uint8_t packed[longest_packed_code];
         const std::size_t packed_bytes = pack_code(lengths, packed);
-        const StreamSizes sizes = stream_kernels().encode(table_, plane_.get(), count, buffers_.get());
+        const StreamSizes sizes = stream_kernels().encode(table_, plane, count, streams_.get());
 
         std::size_t need = packed_bytes + sizes_bytes;
         for (const std::size_t size : sizes) need += size;
@@ -177,11 +187,12 @@ class PlaneEncoder {
             at += sizeof(std::uint16_t);
         }
         for (std::size_t s = 0; s < stream_count; ++s)
-            at = std::copy_n(buffers_.get() + s * stream_room(count), sizes[s], at);
+            at = std::copy_n(streams_.get() + s * stream_room(count), sizes[s], at);
         std::fill(at, to.data() + to.size(), std::uint8_t{0});
     }
 
-    std::unique_ptr<std::uint8_t[]> plane_, buffers_;
+    std::unique_ptr<std::uint8_t[]> streams_ =
+        std::make_unique_for_overwrite<std::uint8_t[]>(stream_count * stream_room(huffman_chunk));
     EncodeTable table_;
 };
 
@@ -191,7 +202,7 @@ void huffman_encode(Bytes items, ItemKind kind, Bytes codes, MutableBytes rows, 
     const Layout layout(items.size(), kind, rows.size());
     if (codes.size() != layout.code_at(layout.chunks, 0)) refuse("codes must have 256 bytes for each plane");
     layout.check_data(rows, data.size());
-    PlaneEncoder encoder(std::min(layout.items, huffman_chunk));
+    thread_local PlaneEncoder encoder;  // kept like the scratch planes
     for (std::size_t c = 0; c < layout.chunks; ++c) {
         const MutableBytes chunk = data.first(layout.chunk_size(rows, c));
         std::size_t at = 0;
@@ -210,12 +221,9 @@ namespace {
 
 class ChunkDecoder {
   public:
-    ChunkDecoder(std::size_t most_items, std::size_t planes)
-        : room_(most_items), scratch_(std::make_unique_for_overwrite<std::uint8_t[]>(planes * most_items)) {}
-
-    // `sizes` points to the bytes of each plane as the row has them.
-    void decode(const std::uint8_t* sizes, Bytes chunk, ItemKind kind, std::size_t count,
-                std::uint8_t* items) {
+    // `sizes` points to the bytes of each plane as the row has them; `next` is the chunk to be decoded next.
+    void decode(const std::uint8_t* sizes, Bytes chunk, Bytes next, ItemKind kind, MutableBytes items) {
+        const std::size_t count = items.size() / kind.size;
         const std::uint8_t* planes[most_planes];
         for (std::size_t j = 0; j < kind.size; ++j) {
             const Bytes from = chunk.first(load<std::uint32_t>(sizes + j * sizeof(std::uint32_t)));
@@ -224,21 +232,21 @@ class ChunkDecoder {
             planes[j] = from.data();
             if (stored == Stored::raw) continue;
             // a single plane goes straight to its place
-            std::uint8_t* to = kind.size == 1 ? items : scratch_.get() + j * room_;
+            std::uint8_t* to = kind.size == 1 ? items.data() : scratch_planes() + j * huffman_chunk;
             if (stored == Stored::constant)
                 std::memset(to, from[0], count);
             else
-                decode_plane(from, to, count);
+                decode_plane(from, to, count, {items, next});
             planes[j] = to;
         }
         if (kind.size != 1)
-            join_planes(planes, count, kind, items);
-        else if (planes[0] != items)
-            std::memcpy(items, planes[0], count);
+            join_planes(planes, count, kind, items.data());
+        else if (planes[0] != items.data())
+            std::memcpy(items.data(), planes[0], count);
     }
 
   private:
-    void decode_plane(Bytes from, std::uint8_t* to, std::size_t count) {
+    void decode_plane(Bytes from, std::uint8_t* to, std::size_t count, const Soon& soon) {
         CodeLengths lengths;
         from = from.subspan(unpack_code(from, lengths));
         if (from.size() < sizes_bytes) refuse("a plane is cut off");
@@ -252,12 +260,10 @@ class ChunkDecoder {
         if (need > from.size() || from.size() - need > most_slack) refuse("streams do not fit their plane");
         const StreamKernels& kernels = stream_kernels();
         kernels.build(lengths, table_);
-        if (!kernels.decode(table_, from.data() + sizes_bytes, sizes, to, count))
+        if (!kernels.decode(table_, from.data() + sizes_bytes, sizes, to, count, soon))
             refuse("a stream does not hold as many codes as it should");
     }
 
-    std::size_t room_;
-    std::unique_ptr<std::uint8_t[]> scratch_;
     DecodeTable table_;
 };
 
@@ -266,14 +272,15 @@ class ChunkDecoder {
 void huffman_decode(Bytes rows, Bytes data, ItemKind kind, MutableBytes items) {
     const Layout layout(items.size(), kind, rows.size());
     layout.check_data(rows, data.size());
-    ChunkDecoder decoder(std::min(layout.items, huffman_chunk), kind.size);
+    ChunkDecoder decoder;
     for (std::size_t c = 0; c < layout.chunks; ++c) {
         const Bytes chunk = data.first(layout.chunk_size(rows, c));
         data = data.subspan(chunk.size());
         if (load<std::uint32_t>(rows.data() + c * layout.row_bytes()) != layout.checksum(rows, c, chunk))
             refuse("a chunk does not have its checksum");
-        decoder.decode(rows.data() + layout.size_at(c, 0), chunk, kind, layout.count(c),
-                       items.data() + layout.item_at(c));
+        const Bytes next = data.first(c + 1 < layout.chunks ? layout.chunk_size(rows, c + 1) : 0);
+        decoder.decode(rows.data() + layout.size_at(c, 0), chunk, next, kind,
+                       items.subspan(layout.item_at(c), layout.count(c) * kind.size));
     }
 }
 

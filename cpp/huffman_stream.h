@@ -32,6 +32,12 @@ struct EncodeTable {
     bool has_pairs;  // not worth their making for codes of many bytes
 };
 
+// Memory that the caller will use after decoding a plane. Decoding keeps the processor busy and the memory
+// idle, so this is fetched meanwhile.
+struct Soon {
+    Bytes written, read;
+};
+
 struct StreamKernels {
     // From the lengths of a complete code.
     void (*build)(const CodeLengths& lengths, DecodeTable& table);
@@ -43,7 +49,7 @@ struct StreamKernels {
     // Fill `bytes`. Sizes are at least 1. False if the streams are not exactly `count` codes. Stays inside of
     // streams, margin and bytes whatever the streams contain.
     bool (*decode)(const DecodeTable& table, const std::uint8_t* streams, const StreamSizes& sizes,
-                   std::uint8_t* bytes, std::size_t count);
+                   std::uint8_t* bytes, std::size_t count, const Soon& soon);
 };
 
 const StreamKernels& stream_kernels();

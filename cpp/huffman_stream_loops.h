@@ -110,8 +110,24 @@ struct StreamLoops {
         }
     };
 
+    // Fetches a few cache lines per round; as many as a round's time lets the memory deliver.
+    template <int for_writing>
+    struct Ahead {
+        static constexpr std::size_t line = 64, lines = for_writing ? 3 : 2;
+        const std::uint8_t* at;
+        const std::uint8_t* end;
+
+        explicit Ahead(Bytes bytes)
+            : at(bytes.data()), end(at + bytes.size() / (lines * line) * (lines * line)) {}
+        void fetch() {
+            if (at == end) return;
+            for (std::size_t k = 0; k < lines; ++k) __builtin_prefetch(at + k * line, for_writing, 2);
+            at += lines * line;
+        }
+    };
+
     static bool decode(const DecodeTable& table, const std::uint8_t* streams, const StreamSizes& sizes,
-                       std::uint8_t* bytes, std::size_t count) {
+                       std::uint8_t* bytes, std::size_t count, const Soon& soon) {
         Table entries = table.entries.data() + (std::size_t{1} << longest_code);
         Reader readers[stream_count];
         const std::size_t fifth = count / stream_count;
@@ -124,6 +140,8 @@ struct StreamLoops {
         }
         if (!good) return false;
         static_assert(stream_count == 5);
+        Ahead<1> written(soon.written);
+        Ahead<0> read(soon.read);
         Reader a = readers[0], b = readers[1], c = readers[2], d = readers[3], e = readers[4];
         const auto least = [](std::size_t x, std::size_t y) { return x < y ? x : y; };
         while (std::size_t rounds =
@@ -135,6 +153,7 @@ struct StreamLoops {
                     e.decode(entries);
                 }
                 a.refill(), b.refill(), c.refill(), d.refill(), e.refill();
+                written.fetch(), read.fetch();
             } while (--rounds != 0);
         }
         readers[0] = a, readers[1] = b, readers[2] = c, readers[3] = d, readers[4] = e;

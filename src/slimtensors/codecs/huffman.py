@@ -39,18 +39,19 @@ class Huffman:
         """Decide how to store each chunk, then store it where the sizes of all say."""
         kind = _kind(x.dtype)
         items = as_bytes(x)
-        chunks = torch.empty(kind.rows(items.numel()), dtype=torch.uint32)
-        codes = torch.empty((len(chunks), 256 * kind.itemsize), dtype=torch.uint8)
+        chunks = torch.empty(kind.table(x.nbytes), dtype=torch.uint32)
+        rows = as_bytes(chunks)
+        codes = torch.empty(len(chunks) * kind.code_bytes, dtype=torch.uint8)
         groups = _groups(len(chunks))
 
         def survey(i: int) -> None:
             some = groups[i]
             _core.huffman_survey(
-                kind.items(items, some),
+                items[kind.items(some)],
                 kind.itemsize,
                 kind.rotated,
-                as_bytes(codes[some]),
-                as_bytes(chunks[some]),
+                codes[kind.codes(some)],
+                rows[kind.rows(some)],
             )
 
         each(survey, len(groups))
@@ -60,11 +61,11 @@ class Huffman:
         def store(i: int) -> None:
             some = groups[i]
             _core.huffman_encode(
-                kind.items(items, some),
+                items[kind.items(some)],
                 kind.itemsize,
                 kind.rotated,
-                as_bytes(codes[some]),
-                as_bytes(chunks[some]),
+                codes[kind.codes(some)],
+                rows[kind.rows(some)],
                 data[places[i]],
             )
 
@@ -75,10 +76,11 @@ class Huffman:
         """Decode groups of chunks side by side."""
         kind = _kind(like.dtype)
         chunks, data = _checked(parts, like)
+        rows = as_bytes(chunks)
         out = empty(like)
         items = as_bytes(out)
         if len(chunks) <= _GROUP:
-            _decode(chunks, data, kind, items)
+            _decode(rows, data, kind, items)
             return out
         groups = _groups(len(chunks))
         places = _places(chunks, groups)
@@ -87,7 +89,7 @@ class Huffman:
 
         def one(i: int) -> None:
             some = groups[i]
-            _decode(chunks[some], data[places[i]], kind, kind.items(items, some))
+            _decode(rows[kind.rows(some)], data[places[i]], kind, items[kind.items(some)])
 
         each(one, len(groups))
         return out
@@ -105,25 +107,36 @@ class Huffman:
         first, last = some.start * step, min(some.stop * step, like.numel)
         place = _places(chunks, [slice(0, some.start), some])[1]
         out = empty(Spec(like.dtype, (last - first,)))
-        _decode(chunks[some], data[place], kind, as_bytes(out))
+        _decode(as_bytes(chunks[some]), data[place], kind, as_bytes(out))
         return out[begin - first : end - first]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How the core sees a dtype: items of 1, 2, 4 or 8 bytes, their exponents first or not."""
+    """How the core sees a dtype: items of 1, 2, 4 or 8 bytes, rotated to have exponents on top."""
 
     itemsize: int
     rotated: bool
 
-    def rows(self, nbytes: int) -> tuple[int, int]:
+    def table(self, nbytes: int) -> tuple[int, int]:
         """Return the shape of `chunks` for so many bytes."""
         return -(-nbytes // (_CHUNK * self.itemsize)), 1 + self.itemsize
 
-    def items(self, all_items: Tensor, chunks: slice) -> Tensor:
-        """Return the bytes of these chunks."""
-        step = _CHUNK * self.itemsize
-        return all_items[chunks.start * step : chunks.stop * step]
+    @property
+    def code_bytes(self) -> int:
+        """What the codes of a chunk take before they are packed."""
+        return 256 * self.itemsize
+
+    # Where the bytes of some chunks lie.
+
+    def items(self, chunks: slice) -> slice:
+        return _times(chunks, _CHUNK * self.itemsize)
+
+    def codes(self, chunks: slice) -> slice:
+        return _times(chunks, self.code_bytes)
+
+    def rows(self, chunks: slice) -> slice:
+        return _times(chunks, 4 * (1 + self.itemsize))
 
 
 @cache
@@ -133,12 +146,16 @@ def _kind(dtype: torch.dtype) -> _Kind:
     return _Kind(dtype.itemsize, rotated=dtype.is_floating_point and dtype.itemsize > 1)
 
 
+def _times(chunks: slice, size: int) -> slice:
+    return slice(chunks.start * size, chunks.stop * size)
+
+
 def _groups(chunks: int) -> list[slice]:
     return [slice(i, min(i + _GROUP, chunks)) for i in range(0, chunks, _GROUP)]
 
 
 def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:
-    """Return where in `data` each of these neighbouring groups lies."""
+    """Return where in `data` each of these groups lies, of which the first begins at 0."""
     sizes = chunks.numpy()[:, 1:]
     ends = accumulate((int(sizes[some].sum(dtype="int64")) for some in groups), initial=0)
     return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -146,7 +163,7 @@ def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:
 
 def _checked(parts: Parts, like: Spec) -> tuple[Tensor, Tensor]:
     chunks, data = parts["chunks"], parts["data"]
-    shape = _kind(like.dtype).rows(like.nbytes)
+    shape = _kind(like.dtype).table(like.nbytes)
     if chunks.dtype is not torch.uint32 or chunks.shape != shape or data.dtype is not torch.uint8:
         raise CorruptFileError(
             f"chunks of shape {tuple(chunks.shape)}, but shape {like.shape} needs {shape}"
@@ -154,8 +171,8 @@ def _checked(parts: Parts, like: Spec) -> tuple[Tensor, Tensor]:
     return chunks, as_bytes(data)
 
 
-def _decode(chunks: Tensor, data: Tensor, kind: _Kind, items: Tensor) -> None:
+def _decode(rows: Tensor, data: Tensor, kind: _Kind, items: Tensor) -> None:
     try:
-        _core.huffman_decode(as_bytes(chunks), data, kind.itemsize, kind.rotated, items)
+        _core.huffman_decode(rows, data, kind.itemsize, kind.rotated, items)
     except ValueError as error:
         raise CorruptFileError(str(error)) from error
