@@ -9,6 +9,7 @@
 #include "crc32c.h"
 #include "density.h"
 #include "gaps.h"
+#include "huffman.h"
 #include "mask24.h"
 
 namespace nb = nanobind;
@@ -61,6 +62,27 @@ NB_MODULE(_core, m) {
     m.def(
         "mask24_unpack", [](const In& codes, const Out& mask) { mask24_unpack(codes.bytes, mask.bytes); },
         "codes"_a, "mask"_a, no_gil);
+
+    m.attr("HUFFMAN_CHUNK") = huffman_chunk;
+    m.def(
+        "huffman_survey",
+        [](const In& items, std::size_t itemsize, bool rotated, const Out& codes, const Out& rows) {
+            huffman_survey(items.bytes, {itemsize, rotated}, codes.bytes, rows.bytes);
+        },
+        "items"_a, "itemsize"_a, "rotated"_a, "codes"_a, "rows"_a, no_gil);
+    m.def(
+        "huffman_encode",
+        [](const In& items, std::size_t itemsize, bool rotated, const In& codes, const Out& rows,
+           const Out& data) {
+            huffman_encode(items.bytes, {itemsize, rotated}, codes.bytes, rows.bytes, data.bytes);
+        },
+        "items"_a, "itemsize"_a, "rotated"_a, "codes"_a, "rows"_a, "data"_a, no_gil);
+    m.def(
+        "huffman_decode",
+        [](const In& rows, const In& data, std::size_t itemsize, bool rotated, const Out& items) {
+            huffman_decode(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
+        },
+        "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
 
     m.def(
         "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,

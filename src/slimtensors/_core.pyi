@@ -59,6 +59,34 @@ def mask24_pack(mask: Buffer, codes: MutableBuffer) -> None:
 def mask24_unpack(codes: Buffer, mask: MutableBuffer) -> None:
     """Undo `mask24_pack`. Codes it cannot have written are refused; `mask` is then unspecified."""
 
+HUFFMAN_CHUNK: int
+"""Items of a chunk of the functions below, which code bytes in chunks that stand alone.
+
+An item has 1, 2, 4 or 8 bytes, each of which lies in a plane of its own. If `rotated`, items are
+rotated left by one bit before, which brings the exponent of a float into its top byte. `rows` has,
+for each chunk, 32-bit numbers: its checksum, and how many bytes each of its planes takes.
+"""
+
+def huffman_survey(
+    items: Buffer, itemsize: int, rotated: bool, codes: MutableBuffer, rows: MutableBuffer
+) -> None:
+    """Decide how to store each plane of each chunk: write its size, and 256 bytes of `codes`."""
+
+def huffman_encode(
+    items: Buffer,
+    itemsize: int,
+    rotated: bool,
+    codes: Buffer,
+    rows: MutableBuffer,
+    data: MutableBuffer,
+) -> None:
+    """Store as surveyed; add the checksums to `rows`. `data` has as many bytes as the rows say."""
+
+def huffman_decode(
+    rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
+) -> None:
+    """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
+
 def crc32c(data: Buffer, seed: int = 0) -> int:
     """Return the CRC-32C of `data`; `seed` is the checksum of the bytes before it."""
 

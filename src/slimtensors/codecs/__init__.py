@@ -5,6 +5,7 @@ from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
 from slimtensors.codecs.density import Density
 from slimtensors.codecs.gaps import Gaps
+from slimtensors.codecs.huffman import Huffman
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
@@ -24,6 +25,7 @@ __all__ = [
     "Dense",
     "Density",
     "Gaps",
+    "Huffman",
     "as_chunked",
     "find",
     "from_json",
