@@ -7,7 +7,10 @@
 #include "counting.h"
 #include "cpu.h"
 #include "crc32c.h"
+#include "density.h"
 #include "difference.h"
+#include "gaps.h"
+#include "huffman.h"
 #include "mask24.h"
 
 namespace nb = nanobind;
@@ -61,6 +64,27 @@ NB_MODULE(_core, m) {
         "mask24_unpack", [](const In& codes, const Out& mask) { mask24_unpack(codes.bytes, mask.bytes); },
         "codes"_a, "mask"_a, no_gil);
 
+    m.attr("HUFFMAN_CHUNK") = huffman_chunk;
+    m.def(
+        "huffman_survey",
+        [](const In& items, std::size_t itemsize, bool rotated, const Out& codes, const Out& rows) {
+            huffman_survey(items.bytes, {itemsize, rotated}, codes.bytes, rows.bytes);
+        },
+        "items"_a, "itemsize"_a, "rotated"_a, "codes"_a, "rows"_a, no_gil);
+    m.def(
+        "huffman_encode",
+        [](const In& items, std::size_t itemsize, bool rotated, const In& codes, const Out& rows,
+           const Out& data) {
+            huffman_encode(items.bytes, {itemsize, rotated}, codes.bytes, rows.bytes, data.bytes);
+        },
+        "items"_a, "itemsize"_a, "rotated"_a, "codes"_a, "rows"_a, "data"_a, no_gil);
+    m.def(
+        "huffman_decode",
+        [](const In& rows, const In& data, std::size_t itemsize, bool rotated, const Out& items) {
+            huffman_decode(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
+        },
+        "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
+
     m.def(
         "difference",
         [](const In& items, const In& base, std::size_t itemsize, bool floats, const Out& out) {
@@ -78,4 +102,46 @@ NB_MODULE(_core, m) {
         "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,
         "seed"_a = 0, no_gil);
     m.def("crc32c_join", &crc32c_join, "a"_a, "b"_a, "length_b"_a);
+
+    m.def(
+        "gaps_bound", [](const In& mask) { return gaps_bound(mask.bytes); }, "mask"_a, no_gil);
+    m.def(
+        "gaps_encode",
+        [](const In& mask, const Out& tokens) { return gaps_encode(mask.bytes, tokens.bytes); }, "mask"_a,
+        "tokens"_a, no_gil);
+    m.def(
+        "gaps_decode", [](const In& tokens, const Out& mask) { gaps_decode(tokens.bytes, mask.bytes); },
+        "tokens"_a, "mask"_a, no_gil);
+
+    m.def("density_model_bound", &density_model_bound, "rows_and_columns"_a);
+    m.def(
+        "density_fit",
+        [](const In& mask, const Out& rows, const Out& columns, const Out& chances) {
+            density_fit(mask.bytes, rows.bytes, columns.bytes, chances.bytes);
+        },
+        "mask"_a, "rows"_a, "columns"_a, "chances"_a, no_gil);
+    m.def(
+        "density_pack",
+        [](const In& rows, const In& columns, const In& chances, const Out& model) {
+            return density_pack(rows.bytes, columns.bytes, chances.bytes, model.bytes);
+        },
+        "rows"_a, "columns"_a, "chances"_a, "model"_a, no_gil);
+    m.def(
+        "density_unpack",
+        [](const In& model, const Out& rows, const Out& columns, const Out& chances) {
+            density_unpack(model.bytes, rows.bytes, columns.bytes, chances.bytes);
+        },
+        "model"_a, "rows"_a, "columns"_a, "chances"_a, no_gil);
+    m.def(
+        "density_encode",
+        [](const In& mask, const In& rows, const In& columns, const In& chances, const Out& coded) {
+            return density_encode(mask.bytes, rows.bytes, columns.bytes, chances.bytes, coded.bytes);
+        },
+        "mask"_a, "rows"_a, "columns"_a, "chances"_a, "coded"_a, no_gil);
+    m.def(
+        "density_decode",
+        [](const In& coded, const In& rows, const In& columns, const In& chances, const Out& mask) {
+            density_decode(coded.bytes, rows.bytes, columns.bytes, chances.bytes, mask.bytes);
+        },
+        "coded"_a, "rows"_a, "columns"_a, "chances"_a, "mask"_a, no_gil);
 }

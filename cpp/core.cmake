@@ -7,8 +7,17 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
   ${CMAKE_CURRENT_LIST_DIR}/difference.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/planes.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman_code.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman_stream.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman.cpp
   ${CMAKE_CURRENT_LIST_DIR}/crc32c.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/gaps.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_fit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_model.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/density_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_compile_features(slim_core PUBLIC cxx_std_20)
 target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
@@ -16,11 +25,13 @@ target_include_directories(slim_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)
-  target_sources(slim_core PRIVATE
+  set(avx2
     ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp)
-  set_source_files_properties(
-    ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
-    PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
+    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/planes_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/huffman_stream_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp)
+  target_sources(slim_core PRIVATE ${avx2})
+  set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
 endif()

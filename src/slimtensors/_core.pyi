@@ -72,8 +72,82 @@ def add_difference(
 ) -> None:
     """Undo `difference`."""
 
+HUFFMAN_CHUNK: int
+"""Items of a chunk of the functions below, which code bytes in chunks that stand alone.
+
+An item has 1, 2, 4 or 8 bytes, each of which lies in a plane of its own. If `rotated`, items are
+rotated left by one bit before, which brings the exponent of a float into its top byte. `rows` has,
+for each chunk, 32-bit numbers: its checksum, and how many bytes each of its planes takes.
+"""
+
+def huffman_survey(
+    items: Buffer, itemsize: int, rotated: bool, codes: MutableBuffer, rows: MutableBuffer
+) -> None:
+    """Decide how to store each plane of each chunk: write its size, and 256 bytes of `codes`."""
+
+def huffman_encode(
+    items: Buffer,
+    itemsize: int,
+    rotated: bool,
+    codes: Buffer,
+    rows: MutableBuffer,
+    data: MutableBuffer,
+) -> None:
+    """Store as surveyed; add the checksums to `rows`. `data` has as many bytes as the rows say."""
+
+def huffman_decode(
+    rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
+) -> None:
+    """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
+
 def crc32c(data: Buffer, seed: int = 0) -> int:
     """Return the CRC-32C of `data`; `seed` is the checksum of the bytes before it."""
 
 def crc32c_join(a: int, b: int, length_b: int) -> int:
     """Return the checksum of two pieces laid end to end, from theirs and the second's length."""
+
+def gaps_bound(mask: Buffer) -> int:
+    """Return how many tokens `gaps_encode` needs room for: a little more than the mask has ones."""
+
+def gaps_encode(mask: Buffer, tokens: MutableBuffer) -> int:
+    """Write the gaps between the ones of `mask`, lowest bit first; return how many tokens they are.
+
+    A token below 255 means that many zeros, then a one; 255 means 255 zeros. Zeros after the last
+    one are not written.
+    """
+
+def gaps_decode(tokens: Buffer, mask: MutableBuffer) -> None:
+    """Undo `gaps_encode`. Tokens it cannot have written are refused before anything is written."""
+
+def density_fit(
+    mask: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
+) -> None:
+    """Give every row and column of a bit matrix one of 16 classes, and every pair of them a chance.
+
+    `columns` has 8 entries per byte of a row, `rows` one per row, of which the last may be shorter,
+    and `chances` 256. Fewer classes are used where more would not pay for themselves.
+    """
+
+def density_model_bound(rows_and_columns: int) -> int:
+    """Return how much room `density_pack` needs."""
+
+def density_pack(rows: Buffer, columns: Buffer, chances: Buffer, model: MutableBuffer) -> int:
+    """Write what `density_fit` found in few bytes, and return how many."""
+
+def density_unpack(
+    model: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
+) -> None:
+    """Undo `density_pack`. A model it cannot have written is refused."""
+
+def density_encode(
+    mask: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, coded: MutableBuffer
+) -> int:
+    """Code whole rows of a bit matrix, given their classes, and return how many bytes that took.
+
+    `coded` has as much room as `mask`. Where coding does not make it smaller, it is a copy.
+    """
+
+def density_decode(
+    coded: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, mask: MutableBuffer
+) -> None:
+    """Undo `density_encode`. Most damage is noticed, not all; `mask` is then unspecified."""

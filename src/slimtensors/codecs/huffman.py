@@ -1,0 +1,178 @@
+"""Any tensor: the bytes of its items in planes, each in a prefix code where that is smaller."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slimtensors import _core
+from slimtensors.codecs.registry import register
+from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+
+_CHUNK = _core.HUFFMAN_CHUNK
+_GROUP = 8
+"""Chunks per piece of work: enough to be worth a thread."""
+
+
+@register
+@dataclass(frozen=True)
+class Huffman:
+    """Give frequent bytes short codes: exponents, integers, whatever is not random. Lossless."""
+
+    name: ClassVar[str] = "huffman"
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `chunks` (checksum and size of each plane, for each chunk) and `data`."""
+        return self.encode_each(x, serially)
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Check and decode every chunk."""
+        return self.decode_each(parts, like, serially)
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Decide how to store each chunk, then store it where the sizes of all say."""
+        kind = _kind(x.dtype)
+        items = as_bytes(x)
+        chunks = torch.empty(kind.table(x.nbytes), dtype=torch.uint32)
+        rows = as_bytes(chunks)
+        codes = torch.empty(len(chunks) * kind.code_bytes, dtype=torch.uint8)
+        groups = _groups(len(chunks))
+
+        def survey(i: int) -> None:
+            some = groups[i]
+            _core.huffman_survey(
+                items[kind.items(some)],
+                kind.itemsize,
+                kind.rotated,
+                codes[kind.codes(some)],
+                rows[kind.rows(some)],
+            )
+
+        each(survey, len(groups))
+        places = _places(chunks, groups)
+        data = empty(Spec(torch.uint8, (places[-1].stop if places else 0,)))
+
+        def store(i: int) -> None:
+            some = groups[i]
+            _core.huffman_encode(
+                items[kind.items(some)],
+                kind.itemsize,
+                kind.rotated,
+                codes[kind.codes(some)],
+                rows[kind.rows(some)],
+                data[places[i]],
+            )
+
+        each(store, len(groups))
+        return {"chunks": chunks, "data": data}
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Decode groups of chunks side by side."""
+        kind = _kind(like.dtype)
+        chunks, data = _checked(parts, like)
+        rows = as_bytes(chunks)
+        out = empty(like)
+        items = as_bytes(out)
+        if len(chunks) <= _GROUP:
+            _decode(rows, data, kind, items)
+            return out
+        groups = _groups(len(chunks))
+        places = _places(chunks, groups)
+        if places[-1].stop != data.numel():
+            raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
+
+        def one(i: int) -> None:
+            some = groups[i]
+            _decode(rows[kind.rows(some)], data[places[i]], kind, items[kind.items(some)])
+
+        each(one, len(groups))
+        return out
+
+    def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
+        """Return items `begin` to `end` of the flat tensor, decoding only their chunks."""
+        kind = _kind(like.dtype)
+        chunks, data = _checked(parts, like)
+        if not 0 <= begin <= end <= like.numel:
+            raise IndexError(f"items {begin} to {end} of {like.numel}")
+        if begin == end:
+            return torch.empty(0, dtype=like.dtype)
+        step = _CHUNK * kind.itemsize // like.dtype.itemsize  # a complex number is two items
+        some = slice(begin // step, -(-end // step))
+        first, last = some.start * step, min(some.stop * step, like.numel)
+        place = _places(chunks, [slice(0, some.start), some])[1]
+        out = empty(Spec(like.dtype, (last - first,)))
+        _decode(as_bytes(chunks[some]), data[place], kind, as_bytes(out))
+        return out[begin - first : end - first]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How the core sees a dtype: items of 1, 2, 4 or 8 bytes, rotated to have exponents on top."""
+
+    itemsize: int
+    rotated: bool
+
+    def table(self, nbytes: int) -> tuple[int, int]:
+        """Return the shape of `chunks` for so many bytes."""
+        return -(-nbytes // (_CHUNK * self.itemsize)), 1 + self.itemsize
+
+    @property
+    def code_bytes(self) -> int:
+        """What the codes of a chunk take before they are packed."""
+        return 256 * self.itemsize
+
+    # Where the bytes of some chunks lie.
+
+    def items(self, chunks: slice) -> slice:
+        return _times(chunks, _CHUNK * self.itemsize)
+
+    def codes(self, chunks: slice) -> slice:
+        return _times(chunks, self.code_bytes)
+
+    def rows(self, chunks: slice) -> slice:
+        return _times(chunks, 4 * (1 + self.itemsize))
+
+
+@cache
+def _kind(dtype: torch.dtype) -> _Kind:
+    if dtype.is_complex:
+        return _Kind(dtype.itemsize // 2, rotated=True)
+    return _Kind(dtype.itemsize, rotated=dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def _times(chunks: slice, size: int) -> slice:
+    return slice(chunks.start * size, chunks.stop * size)
+
+
+def _groups(chunks: int) -> list[slice]:
+    return [slice(i, min(i + _GROUP, chunks)) for i in range(0, chunks, _GROUP)]
+
+
+def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:
+    """Return where in `data` each of these groups lies, of which the first begins at 0."""
+    sizes = chunks.numpy()[:, 1:]
+    ends = accumulate((int(sizes[some].sum(dtype="int64")) for some in groups), initial=0)
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _checked(parts: Parts, like: Spec) -> tuple[Tensor, Tensor]:
+    chunks, data = parts["chunks"], parts["data"]
+    shape = _kind(like.dtype).table(like.nbytes)
+    if chunks.dtype is not torch.uint32 or chunks.shape != shape or data.dtype is not torch.uint8:
+        raise CorruptFileError(
+            f"chunks of shape {tuple(chunks.shape)}, but shape {like.shape} needs {shape}"
+        )
+    return chunks, as_bytes(data)
+
+
+def _decode(rows: Tensor, data: Tensor, kind: _Kind, items: Tensor) -> None:
+    try:
+        _core.huffman_decode(rows, data, kind.itemsize, kind.rotated, items)
+    except ValueError as error:
+        raise CorruptFileError(str(error)) from error
