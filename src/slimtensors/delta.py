@@ -27,7 +27,7 @@ def diff(
     base: StrPath | Archive,
     target: StrPath,
     *,
-    preset: str | Plan | Chooser = "sparse",
+    preset: str | Plan | Chooser = "lossless",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Summary:

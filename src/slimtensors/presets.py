@@ -1,13 +1,14 @@
 """Presets: named rules that choose a plan for each tensor."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from slimtensors.codecs import Bitmask, Bitmask24, Huffman
+from slimtensors.codecs import Bitmask, Bitmask24, Density, Huffman, Int
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.plan import Plan, chain
+from slimtensors.plan import Plan, chain, relative_error
 from slimtensors.sparsity import Zeros, count_zeros, is_24
 
 
@@ -62,12 +63,44 @@ def lossless(name: str, x: Tensor) -> Choice:
     return Choice(chain(Bitmask(), mask=Huffman(), values=Huffman()), _negative_zeros(zeros))
 
 
+def extreme(name: str, x: Tensor) -> Choice:
+    """Round matrices of floats to 8-bit integers, and store these in as few bits as they allow.
+
+    Lossy; vectors, integers and what is not finite stay exact. Zeros stay zero. There is one scale
+    for all of a tensor, as in `torch.ao`'s dynamic quantization, or one per row where a few large
+    weights would cost the others too much.
+    """
+    if x.dim() < 2 or not x.is_floating_point() or x.element_size() == 1:
+        return _smallest(x)
+    if not torch.isfinite(x).all():
+        return replace(_smallest(x), note="holds NaN or infinity and is kept exact")
+    rounding = Int(8)
+    if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:
+        rounding = Int(8, per_row=True)
+    q = _smallest(rounding.encode(x)["q"]).plan
+    return Choice(Plan(rounding, {"q": q} if q else {}))
+
+
+_TOLERATED = 0.03
+"""Relative RMS error that one scale per tensor may cause."""
+
+
+def _smallest(x: Tensor) -> Choice:
+    """Choose as `lossless` does, with the smallest form of a mask instead of the fastest."""
+    choice = lossless(name="", x=x)
+    plan = choice.plan
+    if plan is None or "mask" not in plan.then:
+        return choice
+    return replace(choice, plan=Plan(plan.codec, {**plan.then, "mask": Plan(Density())}))
+
+
 PRESETS: Mapping[str, Chooser] = {
     "dense": dense,
     "sparse": sparse,
     "bitmask": bitmask,
     "bitmask24": bitmask24,
     "lossless": lossless,
+    "extreme": extreme,
 }
 
 

@@ -67,6 +67,7 @@ class Archive:
             spec.nbytes,
             member.stored_bytes,
             member.file.name,
+            error=self._told(name, lambda member: member.error()),
         )
 
     def tied(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ from slimtensors.container import (
     local,
     parse_size,
 )
-from slimtensors.dialects import KEY, Dialect, Manifest
+from slimtensors.dialects import KEY, Dialect, Manifest, Packed
 from slimtensors.errors import ConfigError
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice, Chooser
@@ -100,13 +100,18 @@ class _Done:
     """A tensor ready to be written, and how."""
 
     item: Item
-    pieces: Sequence[Piece]
-    plan: Plan | None
+    packed: Packed
     note: str
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What it is in the file."""
+        return self.packed.pieces
 
     def emptied(self) -> "_Done":
         """Return this without the data."""
-        return replace(self, pieces=[replace(piece, chunks=[]) for piece in self.pieces])
+        pieces = [replace(piece, chunks=[]) for piece in self.pieces]
+        return replace(self, packed=replace(self.packed, pieces=pieces))
 
 
 def _encode_all(
@@ -143,20 +148,20 @@ def _encode_all(
 def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
     if x is None:
-        return _Done(item, [], None, "")
+        return _Done(item, Packed([], None), "")
     choice = _choice(item.name, x, choose)
     try:
-        pieces, plan = how.pieces(item.name, x, choice.plan, each)
+        packed = how.packed(item.name, x, choice.plan, each)
     except ConfigError as error:
         raise ConfigError(f"{item.name}: {error}") from error
-    size = _size(pieces)
+    size = _size(packed.pieces)
     if choice.plan is None or size < item.spec.nbytes:
-        return _Done(item, pieces, plan, choice.note)
-    plain, used = how.pieces(item.name, x, None, each)
-    if size < _size(plain):
-        return _Done(item, pieces, plan, choice.note)
-    note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain)}"
-    return _Done(item, plain, used, choice.note or note)
+        return _Done(item, packed, choice.note)
+    plain = how.packed(item.name, x, None, each)
+    if size < _size(plain.pieces):
+        return _Done(item, packed, choice.note)
+    note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain.pieces)}"
+    return _Done(item, plain, choice.note or note)
 
 
 def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
@@ -211,7 +216,9 @@ def _describe(
         [checksums[name] for name in names],
         tied={name: home for name, home in state.tied.items() if home in homes},
         plans={
-            r.item.name: str(r.plan) for r in done if len(r.pieces) > 1 and r.item.name in homes
+            r.item.name: str(r.packed.plan)
+            for r in done
+            if len(r.pieces) > 1 and r.item.name in homes
         },
         tree=state.tree if is_first else None,
         delta=state.delta if is_first else None,
@@ -225,11 +232,12 @@ def _summary(done: Sequence[_Done], state: State, homes: Mapping[str, str]) -> S
             result.item.name,
             dtype_name(result.item.spec.dtype),
             result.item.spec.shape,
-            str(result.plan) if result.plan else "plain",
+            str(result.packed.plan) if result.packed.plan else "plain",
             result.item.spec.nbytes,
             _size(result.pieces),
             homes.get(result.pieces[0].name, ""),
             result.note,
+            result.packed.error,
         )
         for result in done
         if result.pieces

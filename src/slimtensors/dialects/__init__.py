@@ -6,15 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slimtensors.container import Piece, StoredFile
+from slimtensors.container import StoredFile
 from slimtensors.dialects import compressed_tensors, slim
 from slimtensors.dialects.manifest import KEY, Manifest, is_sealed
-from slimtensors.dialects.member import Member, Stored
+from slimtensors.dialects.member import Member, Packed, Stored
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Plan
 from slimtensors.spec import Each, Json, Spec
-
-Packed = tuple[list[Piece], Plan | None]
 
 
 @dataclass(frozen=True)
@@ -24,16 +22,16 @@ class Dialect:
     name: str
     check: Callable[[str, Spec], None]
     """Raises, with the tensor's name, when it could never be stored."""
-    pieces: Callable[[str, Tensor, Plan | None, Each], Packed]
-    """Turns a tensor in main memory into what goes into a file, and says by which plan."""
+    packed: Callable[[str, Tensor, Plan | None, Each], Packed]
+    """Turns a tensor in main memory into what goes into a file."""
     parts: int
     """The most pieces that one tensor becomes."""
 
 
 _DIALECTS: Mapping[str, Dialect] = {
-    slim.NAME: Dialect(slim.NAME, slim.check, slim.pieces, parts=1),
+    slim.NAME: Dialect(slim.NAME, slim.check, slim.packed, parts=1),
     compressed_tensors.NAME: Dialect(
-        compressed_tensors.NAME, compressed_tensors.check, compressed_tensors.pieces, parts=4
+        compressed_tensors.NAME, compressed_tensors.check, compressed_tensors.packed, parts=4
     ),
 }
 
@@ -132,4 +130,14 @@ def _manifest(file: StoredFile) -> Manifest | None:
     return manifest
 
 
-__all__ = ["KEY", "Contents", "Dialect", "Manifest", "Member", "contents", "find", "names"]
+__all__ = [
+    "KEY",
+    "Contents",
+    "Dialect",
+    "Manifest",
+    "Member",
+    "Packed",
+    "contents",
+    "find",
+    "names",
+]
