@@ -78,7 +78,7 @@ def interleaved(
 
     Each timed run follows `warm` runs of the same case that are not timed (one of a slow case), so
     that none depends on what another left in the caches; without any, on a sweep through memory
-    that leaves nothing of use there.
+    that leaves nothing of use there. The garbage collector is off, as it is in `timeit`.
     """
     timings = {name: Timing() for name in cases}
     limits = {name: (slow or {}).get(name, repeats) for name in cases}

@@ -85,9 +85,10 @@ def blob_file(raw: bytes, name: str = "x") -> bytes:
     return joined({name: entry}, raw)
 
 
-def sealed(manifest: dict[str, Any]) -> str:
+def sealed(manifest: dict[str, Any], *, ensure_ascii: bool = False) -> str:
     """Return the text of a manifest with the checksum that belongs to it."""
-    body = _text({k: v for k, v in manifest.items() if k != "crc32c"})[:-1]
+    kept = {key: value for key, value in manifest.items() if key != "crc32c"}
+    body = json.dumps(kept, separators=(",", ":"), ensure_ascii=ensure_ascii)[:-1]
     raw = body.encode("utf-8", "surrogatepass")
     return f'{body},"crc32c":{_core.crc32c(raw)}}}'
 

@@ -294,7 +294,10 @@ def _restored(config: Json) -> Json:
         if not isinstance(section, dict):
             continue
         if section.get("quant_method") == "slimtensors" or section.keys() <= _SPARSE_ONLY:
-            kept |= section.get("before", {})
+            before = section.get("before", {})
+            if not isinstance(before, dict):
+                raise ConfigError(f"config.json: {key}: 'before' is not a table")
+            kept |= before
         else:
             kept[key] = section  # the weights are still quantized
     return kept

@@ -93,6 +93,7 @@ def loaded_by(code):
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
+@pytest.mark.slow
 def test_importing_brings_nothing_but_torch_and_safetensors():
     brought = loaded_by("import slimtensors") - loaded_by(LIGHT)
     assert brought - sys.stdlib_module_names - {"slimtensors"} <= {"_slimtensors_editable"}

@@ -1,4 +1,4 @@
-"""Whatever happens while saving, the old model or the new one is there afterwards, and it is whole."""
+"""Whatever happens while saving, the old model or the new one is there afterwards, and whole."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from reliability_tools import TESTS, leftovers, run, sample
-from strategies import bits, same_bits
+from strategies import bits
 
 import slimtensors
 from slimtensors.errors import SlimError, UnsupportedTensorError
@@ -46,8 +46,12 @@ def files(path):
     folder = path if path.is_dir() else path.parent
     return sorted(p.name for p in folder.iterdir())
 
-SIZES = {"file": (None, None), "single to shards": (None, 60_000), "shards to single": (60_000, None),
-         "shards to shards": (90_000, 60_000)}
+SIZES = {
+    "file": (None, None),
+    "single to shards": (None, 60_000),
+    "shards to single": (60_000, None),
+    "shards to shards": (90_000, 60_000),
+}
 
 def start(path, kind):
     \"\"\"Put the old model in place.\"\"\"
@@ -58,6 +62,7 @@ def start(path, kind):
 def replace(path, kind, **options):
     slimtensors.save(NEW, path, max_shard_size=SIZES[kind][1], threads=1, **options)
 """
+
 
 @pytest.fixture
 def quick(tmp_path) -> Iterator[Path]:
@@ -118,7 +123,7 @@ AT_EVERY_LINE = """
 OURS = {str(Path(container.__file__).parent / name) for name in ("shards.py", "writer.py")}
 
 def at_line(number, act):
-    \"\"\"Call `act` when the writer is about to run its line of that number, counted from now.\"\"\"
+    \"\"\"Call `act` when the writer is about to run its line of that number.\"\"\"
     count = 0
 
     def local(frame, event, arg):
@@ -126,7 +131,8 @@ def at_line(number, act):
         if event == "line":
             count += 1
             if number in (count, None):
-                act(count, f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name} {frame.f_lineno}")
+                code = frame.f_code
+                act(count, f"{Path(code.co_filename).name} {code.co_name} {frame.f_lineno}")
         return local
 
     sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename in OURS else None)
@@ -302,7 +308,8 @@ def squeeze(free):
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(room - free, 1))
 
-for free in (0, 4096, 8192, 20_000, 40_960, 81_920, 100_000, 163_840, *range(180_224, 245_760, 8192)):
+small = (0, 4096, 8192, 20_000, 40_960, 81_920, 100_000, 163_840)
+for free in (*small, *range(180_224, 245_760, 8192)):
     squeeze(free)
     try:
         replace(path, kind)
@@ -339,7 +346,9 @@ def can_mount() -> bool:
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return False
     script = "mount -t tmpfs -o size=64k tmpfs /mnt"
-    return subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounting a small disk needs root")
@@ -347,7 +356,10 @@ def can_mount() -> bool:
 def test_a_full_disk_leaves_the_old_model_and_nothing_else(tmp_path, kind):
     disk = tmp_path / "disk"
     (disk / "home").mkdir(parents=True)
-    script = 'mount -t tmpfs -o size=2m tmpfs "$1" && mkdir "$1/home" && exec "$2" -c "$3" "$1/home/model" "$4" disk "$1"'
+    script = """
+        mount -t tmpfs -o size=2m tmpfs "$1" && mkdir "$1/home" &&
+        exec "$2" -c "$3" "$1/home/model" "$4" disk "$1"
+    """
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script, "sh", str(disk), sys.executable, FULL, kind],
         capture_output=True,
@@ -405,9 +417,9 @@ class Special(torch.Tensor):
     """A tensor that may mean anything."""
 
 
-def freed() -> torch.Tensor:
+def resized(size: int) -> torch.Tensor:
     x = torch.ones(1000)
-    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(size)
     return x
 
 
@@ -422,7 +434,9 @@ CANNOT_BE_STORED = {
     "meta": lambda: torch.ones(3, device="meta"),
     "subclass": lambda: torch.ones(3).as_subclass(Special),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "freed": freed,
+    "freed": lambda: resized(0),
+    "shrunk": lambda: resized(16),
+    "shrunk by one": lambda: resized(3999),
     "list": lambda: [1.0, 2.0],
     "number": lambda: 3,
     "nothing": lambda: None,
@@ -435,7 +449,9 @@ CANNOT_BE_STORED = {
 @pytest.mark.parametrize("kind", CANNOT_BE_STORED)
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
 @pytest.mark.parametrize("shards", [None, "1MB"])
-def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, kind, dialect, shards):
+def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(
+    tmp_path, kind, dialect, shards
+):
     path = tmp_path / "model"
     tensors = {"good": torch.ones(3), "bad.one": CANNOT_BE_STORED[kind](), "last": torch.ones(3)}
 
@@ -455,11 +471,19 @@ def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(tmp_
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("__metadata__", "__metadata__"), ("x\ud800", r"\\ud800"), (7, "7"), (None, "None"), (("a", 1), "'a', 1")],
+    [
+        ("__metadata__", "__metadata__"),
+        ("x\ud800", r"\\ud800"),
+        (7, "7"),
+        (None, "None"),
+        (("a", 1), "'a', 1"),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_name_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, name, said, tied):
+def test_a_name_that_cannot_be_stored_is_named_before_anything_is_written(
+    tmp_path, name, said, tied
+):
     x = torch.ones(3)
     with pytest.raises(SlimError, match=said):
         slimtensors.save({"good": x, name: x if tied else x.clone()}, tmp_path / "x.safetensors")

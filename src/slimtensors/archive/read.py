@@ -28,6 +28,7 @@ class Archive:
         self.path = str(where)
         if isinstance(where, LocalPlace) and not where.path.exists():
             raise FileNotFoundError(f"{where}: no such file or folder")
+        self._is_closed = False
         self._files = open_files(where)
         contents = dialects.contents(self._files)
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
@@ -39,7 +40,7 @@ class Archive:
         return part
 
     def keys(self) -> list[str]:
-        """List the names of all tensors, in the order they were saved."""
+        """List the names of all tensors in the order they were saved, tied names last."""
         return list(self._members)
 
     def __len__(self) -> int:
@@ -141,9 +142,11 @@ class Archive:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files, self._members = [], {}
+        self._files, self._members, self._is_closed = [], {}, True
 
     def _find(self, name: str) -> Member:
+        if self._is_closed:
+            raise ValueError(f"{self.path}: the archive is closed")
         if name not in self._members:
             raise KeyError(f"{self.path} holds no tensor named {name!r}")
         return self._members[name]
