@@ -3,7 +3,7 @@
 import json
 import secrets
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.container import (
-    SINGLE,
     Place,
     StrPath,
-    locate,
+    local,
     place,
+    weight_files,
     write_index,
     write_json,
 )
@@ -50,8 +50,7 @@ def is_model(source: StrPath, *, storage_options: dict[str, Any] | None = None) 
     return where.is_folder() or where.name.endswith(".json")
 
 
-def _folder_of(source: StrPath, storage_options: dict[str, Any] | None) -> Place:
-    where = place(source, storage_options=storage_options)
+def _folder_of(where: Place) -> Place:
     return where if where.is_folder() else where.parent()
 
 
@@ -74,17 +73,23 @@ def compress_folder(
     plain; other files are copied; `config.json` says what was done. The new folder appears when
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
-    where = _folder_of(source, storage_options)
+    where = place(source, storage_options=storage_options)
     zeros: dict[str, Zeros] = {}
     choose = _counting(limited(presets.find(preset), keep), zeros)
     with (
         Archive(source, storage_options=storage_options) as archive,
-        _new_folder(Path(target), replace=replace) as folder,
+        _new_folder(local(target), replace=replace) as folder,
     ):
+        was_coded = _is_coded(archive)
         how = _How(choose, dialect, max_shard_size, threads, progress)
-        summary = _write_weights(archive, folder, how)
+        summary = _write_weights(archive, where, folder, how)
         _copy_others(where, folder)
-        _edit_config(folder, lambda config: _describe(config, summary, zeros, preset, dialect))
+
+        def edit(config: Json) -> Json:
+            before = _restored(config) if was_coded else config
+            return _described(before, summary, zeros, preset, dialect)
+
+        _edit_config(folder, edit)
     return summary
 
 
@@ -99,16 +104,23 @@ def decompress_folder(
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write a model folder with plain weights, and `config.json` as it was before compression."""
-    where = _folder_of(source, storage_options)
+    where = place(source, storage_options=storage_options)
     with (
         Archive(source, storage_options=storage_options) as archive,
-        _new_folder(Path(target), replace=replace) as folder,
+        _new_folder(local(target), replace=replace) as folder,
     ):
+        was_coded = _is_coded(archive)
+        how = _How(presets.dense, "slim", None, threads, progress)
         kept = archive.select(name for name in archive if keep(name))
-        summary = _write_weights(kept, folder, _How(presets.dense, "slim", None, threads, progress))
+        summary = _write_weights(kept, where, folder, how)
         _copy_others(where, folder)
-        _edit_config(folder, _restored)
+        if was_coded:
+            _edit_config(folder, _restored)
     return summary
+
+
+def _is_coded(archive: Archive) -> bool:
+    return any(archive.info(name).codec != "plain" for name in archive)
 
 
 @dataclass(frozen=True)
@@ -163,8 +175,9 @@ def _new_folder(target: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_weights(archive: Archive, folder: Path, how: _How) -> Summary:
+def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> Summary:
     def write(part: Archive, path: Path, max_shard_size: int | str | None) -> Summary:
+        path.parent.mkdir(parents=True, exist_ok=True)
         return save(
             part,
             path,
@@ -177,27 +190,26 @@ def _write_weights(archive: Archive, folder: Path, how: _How) -> Summary:
 
     if how.max_shard_size is not None:
         return write(archive, folder, how.max_shard_size)
-    shards: dict[str, list[str]] = defaultdict(list)
-    for name in archive:
-        shards[PurePath(archive.info(name).file).name].append(name)
-    if len(shards) < 2:
-        return write(archive, folder / next(iter(shards), SINGLE), None)
+    main, *has_index = weight_files(where)
+    if not has_index:
+        return write(archive, folder / main, None)
+    shards = archive.shards()
     parts = [write(archive.select(names), folder / file, None) for file, names in shards.items()]
-    write_index(folder, list(shards))
+    write_index(folder, main, list(shards))
     tensors = [tensor for part in parts for tensor in part.tensors]
     return Summary(tensors, [file for part in parts for file in part.files])
 
 
 def _copy_others(where: Place, folder: Path) -> None:
     """Copy everything but the weights, their index, and what is hidden."""
-    weights = {file.name for file in locate(where)}
-    for name in where.walk():
-        hidden = any(part.startswith(".") for part in PurePath(name).parts)
-        if name in weights or name.endswith(".safetensors.index.json") or hidden:
+    weights = set(weight_files(where))
+    source = _folder_of(where)
+    for name in source.walk():
+        if name in weights or any(part.startswith(".") for part in PurePath(name).parts):
             continue
         copied = folder / name
         copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(where.child(name).read())
+        copied.write_bytes(source.child(name).read())
 
 
 def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
@@ -208,10 +220,14 @@ def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path.name}: is not JSON: {error}") from error
-    write_json(path, edit(config))
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path.name}: is not a table")
+    edited = edit(config)
+    if edited != config:
+        write_json(path, edited)
 
 
-def _describe(
+def _described(
     config: Json, summary: Summary, zeros: Mapping[str, Zeros], preset: str, dialect: str
 ) -> Json:
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
@@ -237,13 +253,19 @@ def _describe(
 
 
 def _restored(config: Json) -> Json:
-    section = config.get("quantization_config", {})
-    if section.get("quant_method") != "slimtensors" and not section.keys() <= _SPARSE_ONLY:
-        return config
+    """Return `config` without what it says about compressed weights."""
     kept = {key: value for key, value in config.items() if key not in _SECTIONS}
-    return {**kept, **section.get("before", {})}
+    for key in ("quantization_config", "compression_config"):
+        section = config.get(key)
+        if not isinstance(section, dict):
+            continue
+        if section.get("quant_method") == "slimtensors" or section.keys() <= _SPARSE_ONLY:
+            kept |= section.get("before", {})
+        else:
+            kept[key] = section  # the weights are still quantized
+    return kept
 
 
-_SECTIONS = ("quantization_config", "sparsity_config")
+_SECTIONS = ("quantization_config", "compression_config", "sparsity_config")
 _SPARSE_ONLY = {"quant_method", "version", "sparsity_config", "transform_config", "before"}
 """A section of compressed-tensors that says nothing but that the weights are sparse."""

@@ -5,7 +5,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from slimtensors.spec import Spec
+from slimtensors.spec import Spec, allocate
 
 _HUGE = 2 << 20
 _WORTHWHILE = 2 * _HUGE
@@ -15,7 +15,7 @@ _WORTHWHILE = 2 * _HUGE
 def empty(like: Spec) -> Tensor:
     """Allocate a tensor, on huge pages where it is large and the system has them."""
     if like.nbytes < _WORTHWHILE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(like.shape, dtype=like.dtype)
+        return allocate(like)
     # Private, because the module's default is shared memory, which gets no huge pages.
     pages = mmap.mmap(-1, like.nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)

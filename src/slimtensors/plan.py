@@ -115,28 +115,59 @@ def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = 
     return {**encoded.spec.to_json(), "codec": codecs.to_json(encoded.codec), "parts": parts}
 
 
-def rebuild(data: Json, payload: memoryview, depth: int = 0) -> Encoded:
-    """Join what `describe` returned with the bytes that hold the leaves, checking every bound."""
-    codec, described = data.get("codec"), data.get("parts")
-    if not isinstance(codec, dict) or not isinstance(described, dict) or depth > _DEEPEST:
+def plan_of(data: Json, depth: int = 0) -> Plan:
+    """Return the plan of what `describe` returned."""
+    codec, parts = data.get("codec"), data.get("parts")
+    if not isinstance(codec, dict) or not isinstance(parts, dict) or depth > _DEEPEST:
         raise CorruptFileError(f"not an encoded tensor: {str(data)[:80]}")
-    parts: dict[str, Tensor | Encoded] = {}
-    for name, inner in described.items():
-        if not isinstance(inner, dict):
-            raise CorruptFileError(f"part {name!r} is not described")
-        parts[name] = (
-            rebuild(inner, payload, depth + 1) if "codec" in inner else _leaf(inner, payload)
-        )
-    return Encoded(codecs.from_json(codec), Spec.from_json(data), parts)
+    inner = {k: v for k, v in parts.items() if isinstance(v, dict) and "codec" in v}
+    return Plan(codecs.from_json(codec), {k: plan_of(v, depth + 1) for k, v in inner.items()})
 
 
-def _leaf(data: Json, payload: memoryview) -> Tensor:
-    spec = Spec.from_json(data)
-    match data.get("at"):
-        case [int(begin), int(end)] if 0 <= begin <= end <= len(payload):
-            pass
-        case other:
-            raise CorruptFileError(f"a part lies at {str(other)[:80]}, outside of its tensor")
-    if end - begin != spec.nbytes:
-        raise CorruptFileError(f"a part of {end - begin} bytes, but its shape needs {spec.nbytes}")
-    return view(payload[begin:end], spec)
+def rebuild(data: Json, payload: memoryview) -> Encoded:
+    """Join what `describe` returned with the bytes that hold the leaves, checking every bound."""
+    return _Rebuilding(payload).node(data, 0)
+
+
+class _Rebuilding:
+    """Reads the leaves of a tree one after the other: none can lie where another one does."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._end = 0
+
+    def node(self, data: Json, depth: int) -> Encoded:
+        codec, described = data.get("codec"), data.get("parts")
+        if not isinstance(codec, dict) or not isinstance(described, dict) or depth > _DEEPEST:
+            raise CorruptFileError(f"not an encoded tensor: {str(data)[:80]}")
+        spec = Spec.from_json(data)
+        if spec.nbytes > max_decoded(len(self._payload)):
+            raise CorruptFileError(f"{len(self._payload)} bytes cannot hold shape {spec.shape}")
+        parts: dict[str, Tensor | Encoded] = {}
+        for name, inner in described.items():
+            if not isinstance(inner, dict):
+                raise CorruptFileError(f"part {name!r} is not described")
+            parts[name] = self.node(inner, depth + 1) if "codec" in inner else self._leaf(inner)
+        return Encoded(codecs.from_json(codec), spec, parts)
+
+    def _leaf(self, data: Json) -> Tensor:
+        spec, at = Spec.from_json(data), data.get("at")
+        if not isinstance(at, list) or len(at) != 2 or not all(type(n) is int for n in at):
+            raise CorruptFileError(f"a part lies at {str(at)[:80]}")
+        begin, end = at
+        if not self._end <= begin <= end <= len(self._payload):
+            raise CorruptFileError(f"a part lies at {at}, outside of its tensor or in another part")
+        if end - begin != spec.nbytes:
+            raise CorruptFileError(
+                f"a part of {end - begin} bytes, but its shape needs {spec.nbytes}"
+            )
+        self._end = end
+        return view(self._payload[begin:end], spec)
+
+
+def max_decoded(stored: int) -> int:
+    """Return how many bytes a tensor stored in `stored` bytes may have at the most.
+
+    No real tensor comes near; without a bound, a small file could make us fill all memory.
+    """
+    return stored << 16

@@ -78,6 +78,9 @@ def find(preset: "str | Plan | Chooser") -> Chooser:
         return lambda name, x: plan
     if callable(preset):
         return preset
+    if not isinstance(preset, str):
+        kind = type(preset).__name__
+        raise ConfigError(f"a preset is a name, a Plan or a function, not a {kind}")
     if preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; {nearest(preset, PRESETS)}")
     return PRESETS[preset]

@@ -123,15 +123,22 @@ def as_bytes(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         # Copy as words: some dtypes can be viewed, but have no copy kernel.
         x = x.view(_WORDS[x.element_size()]).contiguous()
-    if x.dim() != 1:
-        x = x.view(-1)
+    if x.dim() != 1 or x.stride(0) != 1:  # which it need not be with no or one item
+        x = x.as_strided((x.numel(),), (1,))
     return x if x.dtype is torch.uint8 else x.view(torch.uint8)
+
+
+def allocate(spec: Spec) -> Tensor:
+    """Return a tensor of this kind with any content."""
+    if spec.dtype is torch.complex32:  # torch warns whoever asks for one
+        return torch.empty(spec.shape, dtype=torch.int32).view(torch.complex32)
+    return torch.empty(spec.shape, dtype=spec.dtype)
 
 
 def view(raw: memoryview, spec: Spec) -> Tensor:
     """View as many bytes as `spec` needs as a tensor. Copies only if they are not aligned."""
     if not raw:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return allocate(spec)
     x = torch.frombuffer(raw, dtype=spec.dtype)
     if x.data_ptr() % spec.dtype.itemsize:
         x = torch.frombuffer(bytearray(raw), dtype=spec.dtype)
@@ -142,6 +149,8 @@ def check_storable(name: str, x: object) -> Tensor:
     """Return `x` as a plain tensor, or raise an error that names it."""
     if not isinstance(x, Tensor):
         raise UnsupportedTensorError(f"{name}: a {type(x).__name__} is not a tensor")
+    if x.is_nested:
+        raise UnsupportedTensorError(f"{name}: is a nested tensor; store its parts")
     if x.layout is not torch.strided:
         raise UnsupportedTensorError(f"{name}: has layout {x.layout}; store x.to_dense()")
     if x.dtype not in _NAMES:
@@ -150,6 +159,8 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.device.type == "meta":
         raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
+    if x.numel() and not x.untyped_storage().nbytes():
+        raise UnsupportedTensorError(f"{name}: its memory has been freed")
     return x
 
 

@@ -76,6 +76,17 @@ class Archive:
             if (home := first.setdefault(id(member), name)) != name
         }
 
+    def stored_bytes(self, name: str) -> int:
+        """Return what a tensor costs in its file."""
+        return self._find(name).stored_bytes
+
+    def shards(self) -> dict[str, list[str]]:
+        """Return the files, by their names in the folder, and the tensors that each holds."""
+        found: dict[str, list[str]] = {}
+        for name, member in self._members.items():
+            found.setdefault(member.file.key, []).append(name)
+        return found
+
     def summary(self) -> Summary:
         """Return how everything is stored."""
         tied = self.tied()
@@ -107,7 +118,8 @@ class Archive:
 
         with Workers(threads) as workers:
             names = [name for name in self if name not in tied]
-            for name, x in zip(names, workers.in_order(one, names, self._cost), strict=True):
+            results = workers.in_order(one, names, self.stored_bytes)
+            for name, x in zip(names, results, strict=True):
                 if name in homes:
                     held[name] = x
                 yield name, x
@@ -127,9 +139,6 @@ class Archive:
         trace: TracebackType | None,
     ) -> None:
         self._files, self._members = [], {}
-
-    def _cost(self, name: str) -> int:
-        return self._members[name].stored_bytes
 
     def _find(self, name: str) -> Member:
         if name not in self._members:

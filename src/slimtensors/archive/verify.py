@@ -48,7 +48,7 @@ def verify(
 ) -> Verification:
     """Read everything, checking all checksums; compare each tensor's bits with `against`, if given.
 
-    Raise `FormatError` if a file cannot be opened at all.
+    Raise `FormatError` if a file cannot be opened at all. `progress` counts stored bytes.
     """
     damaged: dict[str, str] = {}
     different: dict[str, str] = {}
@@ -58,27 +58,21 @@ def verify(
             different |= {name: f"is only in {path}" for name in archive if name not in other}
             different |= {name: f"is only in {against}" for name in other if name not in archive}
 
-        def one(name: str) -> tuple[str, int]:
-            x = archive.load_one(name, workers.each)
-            if other is None or name not in other:
-                return "", x.nbytes
-            return _difference(x, name, other, workers), x.nbytes
-
-        def safely(name: str) -> tuple[str, int] | FormatError:
+        def one(name: str) -> str | FormatError:
             try:
-                return one(name)
+                x = archive.load_one(name, workers.each)
+                return _difference(x, name, other, workers) if other and name in other else ""
             except FormatError as error:
                 return error
 
-        results = workers.in_order(safely, archive, lambda name: 1 << 20)
+        results = workers.in_order(one, archive, archive.stored_bytes)
         for name, result in zip(archive, results, strict=True):
             if isinstance(result, FormatError):
                 damaged[name] = str(result)
-                continue
-            if result[0]:
-                different[name] = result[0]
+            elif result:
+                different[name] = result
             if progress:
-                progress(result[1])
+                progress(archive.stored_bytes(name))
         return Verification(len(archive), damaged, different)
 
 

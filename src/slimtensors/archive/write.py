@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from slimtensors.container import (
     Piece,
     StrPath,
     check_name,
+    local,
     parse_size,
 )
 from slimtensors.dialects import KEY, Dialect, Manifest
@@ -172,9 +172,7 @@ def _view_of_memory(x: Tensor) -> object:
 
 def _encode(item: _Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
-    choice = choose(item.name, x) if x.numel() else None
-    if not isinstance(choice, Choice):
-        choice = Choice(choice)
+    choice = _choice(item.name, x, choose)
     try:
         pieces, plan = how.pieces(item.name, x, choice.plan, each)
     except ConfigError as error:
@@ -187,6 +185,16 @@ def _encode(item: _Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
         return _Done(item, pieces, plan, choice.note)
     note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain)}"
     return _Done(item, plain, used, choice.note or note)
+
+
+def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
+    choice = choose(name, x) if x.numel() else None
+    if choice is None or isinstance(choice, Plan):
+        return Choice(choice)
+    if not isinstance(choice, Choice):
+        kind = type(choice).__name__
+        raise ConfigError(f"{name}: the function that chooses plans returned a {kind}")
+    return choice
 
 
 def _size(pieces: Sequence[Piece]) -> int:
@@ -204,7 +212,7 @@ def _output(
     )
     reserve = 256 + text * how.parts
     limit = parse_size(max_shard_size)
-    target = Path(path)
+    target = local(path)
     if limit is None and not target.is_dir():
         return FileOutput(target, reserve=reserve)
     return FolderOutput(target, max_shard_size=limit, reserve=reserve)

@@ -5,11 +5,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from slimtensors.container import local
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Json
 
@@ -35,7 +35,7 @@ def add_source(verb: argparse.ArgumentParser) -> None:
 
 def add_target(verb: argparse.ArgumentParser) -> None:
     """Add the options that name what is written."""
-    verb.add_argument("-o", "--output", required=True, type=Path, help="file or folder to write")
+    verb.add_argument("-o", "--output", required=True, help="file or folder to write")
     verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
@@ -65,9 +65,9 @@ def print_json(data: Json) -> None:
     print(json.dumps(data, indent=2))
 
 
-def refuse_existing(target: Path, *, force: bool) -> None:
+def refuse_existing(target: str, *, force: bool) -> None:
     """Raise unless `target` is free or may be replaced."""
-    if target.exists() and not force:
+    if local(target).exists() and not force:
         raise ConfigError(f"{target}: exists already; -f replaces it")
 
 
@@ -102,5 +102,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> s
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Lay out a table in Markdown."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = [":--" if i < left else "--:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from slimtensors.archive import inspect, verify
+from slimtensors.archive import Archive, verify
 from slimtensors.cli import console
 from slimtensors.summary import counted
 
@@ -27,7 +27,8 @@ def add_to(verbs: "console.Verbs") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
-    total = inspect(options.source).dense_bytes
+    with Archive(options.source) as archive:
+        total = sum(map(archive.stored_bytes, archive))
     with console.progress(total, "verify") as bar:
         found = verify(
             options.source, against=options.against, threads=options.threads, progress=bar

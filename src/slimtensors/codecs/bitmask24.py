@@ -58,20 +58,21 @@ class Bitmask24:
 
 def select(x: Tensor, row: int, each: Each) -> tuple[Tensor, Tensor]:
     """Return the mask that `select_mask` returns, and the values under it."""
-    mask = select_mask(x, row, each)
+    if x.dim() == 0 or x.shape[-1] % 4:
+        raise ConfigError(f"shape {tuple(x.shape)} cannot be 2:4: the last size must divide by 4")
+    items = as_bytes(x)
+    mask = select_mask(items, x.element_size(), row, each)
     counts = [(last - first) // 2 for first, last, _, _ in bitmask.chunks(x.numel(), row)]
-    values = bitmask.gather(as_bytes(x), x.element_size(), row, mask, counts, each)
+    values = bitmask.gather(items, x.element_size(), row, mask, counts, each)
     return mask, values.view(x.dtype)
 
 
-def select_mask(x: Tensor, row: int, each: Each) -> Tensor:
-    """Return a mask with two bits in every four items, in rows of `row` items.
+def select_mask(items: Tensor, itemsize: int, row: int, each: Each) -> Tensor:
+    """Return a mask with two bits in every four items (given as bytes), in rows of `row` items.
 
     Raise `ConfigError` when four neighbours have more than two nonzero items.
     """
-    if x.dim() == 0 or x.shape[-1] % 4:
-        raise ConfigError(f"shape {tuple(x.shape)} cannot be 2:4: the last size must divide by 4")
-    mask, _ = bitmask.find(as_bytes(x), x.element_size(), row, each)
+    mask, _ = bitmask.find(items, itemsize, row, each)
     bad = _core.mask24_fill(mask)
     if bad >= 0:
         raise ConfigError(f"is not 2:4: more than two nonzero items in group {bad}")

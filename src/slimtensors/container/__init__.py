@@ -1,8 +1,15 @@
 """Safetensors files: header, reading, writing, shards."""
 
 from slimtensors.container.header import Entry, Header, check_name, has_code
-from slimtensors.container.place import LocalPlace, Place, StrPath, place
-from slimtensors.container.reader import INDEX, SINGLE, StoredFile, locate, open_file, open_files
+from slimtensors.container.place import LocalPlace, Place, StrPath, local, place
+from slimtensors.container.reader import (
+    INDEX,
+    SINGLE,
+    StoredFile,
+    open_file,
+    open_files,
+    weight_files,
+)
 from slimtensors.container.shards import (
     FileOutput,
     FolderOutput,
@@ -29,11 +36,12 @@ __all__ = [
     "StrPath",
     "check_name",
     "has_code",
-    "locate",
+    "local",
     "open_file",
     "open_files",
     "parse_size",
     "place",
+    "weight_files",
     "write_index",
     "write_json",
 ]

@@ -120,7 +120,7 @@ def unpack_size(start: bytes, available: int) -> int:
 def unpack(raw: bytes, available: int) -> Header:
     """Parse a whole header and check all of it against the size of the file."""
     try:
-        table = _parse(raw[8:].decode())
+        table = json.loads(raw[8:].decode(), object_pairs_hook=_unique)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
@@ -130,20 +130,13 @@ def unpack(raw: bytes, available: int) -> Header:
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptFileError("the header's __metadata__ is not a table of text")
+    try:
+        "".join(table).encode()
+    except UnicodeEncodeError as error:
+        raise CorruptFileError(f"a name is not text: {error}") from error
     entries = {name: _entry(name, data) for name, data in table.items()}
     _check_tiling(entries, available - len(raw))
     return Header(entries, metadata, len(raw))
-
-
-def _parse(text: str) -> Any:
-    """Parse JSON in which no key may occur twice in a table."""
-    table = json.loads(text)
-    # Looking at every table costs as much as parsing. It is needed only if some key was lost.
-    tensors = len(table) - ("__metadata__" in table) if isinstance(table, dict) else 0
-    keys = (text.count('"dtype"'), text.count('"shape"'), text.count('"data_offsets"'))
-    if keys == (tensors, tensors, tensors) and "\\u" not in text:
-        return table
-    return json.loads(text, object_pairs_hook=_unique)
 
 
 def _entry(name: str, data: Any) -> Entry:

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from slimtensors.container.source import MappedFile, RemoteFile, Source
-from slimtensors.errors import MissingDependencyError
+from slimtensors.errors import ConfigError, MissingDependencyError
 
 StrPath = str | os.PathLike[str]
 
@@ -122,6 +122,13 @@ class RemotePlace:
         return RemoteFile(self.filesystem, str(self.path), str(self))
 
 
+def local(path: StrPath) -> Path:
+    """Return a path that can be written; raise if it is a URL."""
+    if isinstance(path, str) and "://" in path:
+        raise ConfigError(f"{path}: only local files can be written")
+    return Path(path)
+
+
 def place(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> Place:
     """Return the place that a path or URL names; `storage_options` go to the file system."""
     if not (isinstance(where, str) and "://" in where):
@@ -134,4 +141,6 @@ def place(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> P
         filesystem, path = url_to_fs(where, **(storage_options or {}))
     except ImportError as error:
         raise MissingDependencyError(str(error), "remote") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return RemotePlace(filesystem, PurePosixPath(path))

@@ -1,7 +1,6 @@
 """Read safetensors files: one, a folder, or the shards that an index names."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -24,70 +23,92 @@ class StoredFile:
     header: Header
     text: bytes
     """The header as it stands in the file, without padding."""
+    key: str
+    """The file's name, relative to the folder of its index."""
 
     @property
     def name(self) -> str:
         """Path or URL, for messages."""
         return self.source.name
 
-    def read(self, entry: Entry) -> memoryview:
-        """Return the bytes of a stored tensor, valid until `release`."""
-        return self.source.read(self.header.size + entry.begin, self.header.size + entry.end)
+    def read(self, entry: Entry, size: int | None = None) -> memoryview:
+        """Return the bytes of a stored tensor, or its first `size`; valid until `release`."""
+        begin, end = self.header.size + entry.begin, self.header.size + entry.end
+        return self.source.read(begin, end if size is None else min(begin + size, end))
 
     def release(self, entry: Entry) -> None:
         """Say that the bytes of a stored tensor are no longer needed."""
         self.source.release(self.header.size + entry.begin, self.header.size + entry.end)
 
 
-def open_file(where: Place) -> StoredFile:
+def open_file(where: Place, key: str | None = None) -> StoredFile:
     """Open one file and check its header."""
     source = where.open()
     try:
         start = bytes(source.read(0, min(8, source.size)))
         size = headers.unpack_size(start, source.size)
         raw = bytes(source.read(0, size))
-        return StoredFile(source, headers.unpack(raw, source.size), raw[8:].rstrip(b" "))
+        header = headers.unpack(raw, source.size)
     except FormatError as error:
         raise type(error)(f"{source.name}: {error}") from error
+    return StoredFile(source, header, raw[8:].rstrip(b" "), key or where.name)
 
 
 def open_files(where: Place) -> list[StoredFile]:
     """Open a file, the files that an index names, or the model that a folder holds."""
-    return [open_file(found) for found in locate(where)]
-
-
-def locate(where: Place) -> Iterator[Place]:
-    """Yield the safetensors files that `where` stands for."""
-    if where.is_folder():
-        yield from locate(where.child(_main_file(where)))
-    elif where.name.endswith(".json"):
-        folder = where.parent()
-        yield from (folder.child(name) for name in shard_names(where))
-    else:
-        yield where
-
-
-def shard_names(index: Place) -> list[str]:
-    """Return the files that an index names, each once and in order."""
-    try:
-        table = json.loads(index.read())
-        names = list(dict.fromkeys(table["weight_map"].values()))
-        if not names:
-            raise CorruptFileError(f"{index}: the index names no file")
+    main = _main(where)
+    if not main.name.endswith(".json"):
+        return [open_file(main)]
+    shards = read_index(main)
+    files = [open_file(main.parent().child(key), key) for key in shards]
+    for file, names in zip(files, shards.values(), strict=True):
         for name in names:
-            _check_inside(name)
-    except FormatError as error:
-        raise type(error)(f"{index}: {error}") from error
+            if name not in file.header.entries:
+                raise FormatError(f"{main}: {name}: should be in {file.name}, which has it not")
+    return files
+
+
+def weight_files(where: Place) -> list[str]:
+    """Name the files that `where` stands for, relative to their folder: an index comes first."""
+    main = _main(where)
+    shards = read_index(main) if main.name.endswith(".json") else {}
+    return [main.name, *shards]
+
+
+def read_index(index: Place) -> dict[str, list[str]]:
+    """Return the files that an index names, and the tensors that it says are in each."""
+    shards: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read())["weight_map"].items():
+            shards.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{index}: not an index of shards: {error!r}") from error
-    return names
+    if not shards:
+        raise CorruptFileError(f"{index}: the index names no file")
+    for file in shards:
+        if not _is_inside(file):
+            raise FormatError(f"{index}: {file!r} is not a file of this folder")
+    return shards
 
 
-def _check_inside(name: object) -> None:
-    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
-    bad = path.is_absolute() or ".." in path.parts or not path.parts
-    if bad or not isinstance(name, str) or any(c in name for c in ":\\\0"):
-        raise FormatError(f"{name!r} is not a file of this folder")
+def _is_inside(name: object) -> bool:
+    """Tell whether `name` can only be a file below the folder in which it is said."""
+    if not isinstance(name, str) or any(c in name for c in ":\\\0") or not _is_text(name):
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _main(where: Place) -> Place:
+    return where.child(_main_file(where)) if where.is_folder() else where
 
 
 def _main_file(folder: Place) -> str:

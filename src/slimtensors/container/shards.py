@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from slimtensors.container.place import LocalPlace
-from slimtensors.container.reader import INDEX, SINGLE, open_file, shard_names
+from slimtensors.container.reader import INDEX, SINGLE, open_file, read_index
 from slimtensors.container.writer import Piece, Writer, check_target, sync_folder
 from slimtensors.errors import ConfigError, FormatError
 from slimtensors.spec import Json
@@ -111,22 +111,44 @@ class FolderOutput(_Writers):
             writer.add(piece)
 
     def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
-        """Put the shards in place, then the index, then remove what the old index named."""
+        """Put the new model in place, then remove what is left of the old one."""
         for writer in self._writers:
             _finish(writer, order, describe)
         old = _old_files(self._folder)
-        if len(self._writers) == 1:
-            names, new = [SINGLE], {SINGLE}
-            self._writers[0].commit(self._folder / SINGLE)
-        else:
-            names = self._free_names()
-            new = {*names, INDEX}
-            self._commit_shards(names, order)
-        for name in old - new:
-            (self._folder / name).unlink(missing_ok=True)
+        names = [SINGLE] if len(self._writers) == 1 else self._free_names()
+        try:
+            self._rename(names, order)
+        finally:
+            _insist(lambda: self._tidy(names, old))
         sync_folder(self._folder)
         homes = zip(names, self._writers, strict=True)
         return {self._folder / name: list(writer.checksums) for name, writer in homes}
+
+    def _rename(self, names: Sequence[str], order: Sequence[str]) -> None:
+        for writer, name in zip(self._writers, names, strict=True):
+            writer.commit(self._folder / name)
+        if names != [SINGLE]:
+            write_index(self._folder, INDEX, names, order)
+            (self._folder / SINGLE).unlink(missing_ok=True)  # readers take it before an index
+
+    def _tidy(self, names: Sequence[str], old: set[str]) -> None:
+        """Remove the old model if the new one is in place, else whatever of the new one is."""
+        if names == [SINGLE]:
+            gone = old - {SINGLE} if self._writers[0].is_committed else set()
+        elif not self._is_indexed(names):
+            gone = set(names)
+        elif (self._folder / SINGLE).exists():
+            gone = {*names, INDEX}
+        else:
+            gone = old - {*names, INDEX}
+        for name in gone:
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _is_indexed(self, names: Sequence[str]) -> bool:
+        try:
+            return set(read_index(LocalPlace(self._folder / INDEX))) == set(names)
+        except (OSError, FormatError):
+            return False
 
     def __exit__(
         self,
@@ -139,16 +161,6 @@ class FolderOutput(_Writers):
             with suppress(OSError):  # somebody else has put something there meanwhile
                 self._folder.rmdir()
 
-    def _commit_shards(self, names: Sequence[str], order: Sequence[str]) -> None:
-        try:
-            for writer, name in zip(self._writers, names, strict=True):
-                writer.commit(self._folder / name)
-            write_index(self._folder, names, order)
-        except BaseException:
-            for name in names:  # without an index they are nobody's
-                (self._folder / name).unlink(missing_ok=True)
-            raise
-
     def _free_names(self) -> list[str]:
         count, revision = len(self._writers), 0
         while True:
@@ -159,16 +171,16 @@ class FolderOutput(_Writers):
             revision += 1
 
 
-def write_index(folder: Path, names: Sequence[str], order: Sequence[str] = ()) -> None:
+def write_index(folder: Path, index: str, names: Sequence[str], order: Sequence[str] = ()) -> None:
     """Write the index of these shards, listing stored tensors in `order` or as they come."""
     entries = {name: open_file(LocalPlace(folder / name)).header.entries for name in names}
     homes = {key: name for name, table in entries.items() for key in table}
     total = sum(entry.spec.nbytes for table in entries.values() for entry in table.values())
-    index: Json = {
+    table: Json = {
         "metadata": {"total_size": total},
         "weight_map": {key: homes[key] for key in order or homes},
     }
-    write_json(folder / INDEX, index)
+    write_json(folder / index, table)
 
 
 def write_json(path: Path, data: Json) -> None:
@@ -204,10 +216,20 @@ def _finish(writer: Writer, order: Sequence[str], describe: Describe) -> None:
     writer.finish(here, lambda table: describe(here, writer.checksums, table))
 
 
+def _insist(action: Callable[[], None]) -> None:
+    """Do it, and once more if Ctrl-C came in between."""
+    try:
+        action()
+    except KeyboardInterrupt:
+        action()
+        raise
+
+
 def _old_files(folder: Path) -> set[str]:
     old = {SINGLE} if (folder / SINGLE).exists() else set()
     if (folder / INDEX).exists():
         old.add(INDEX)
         with suppress(FormatError):  # an index that cannot be read names nothing to remove
-            old |= set(shard_names(LocalPlace(folder / INDEX)))
+            shards = read_index(LocalPlace(folder / INDEX))
+            old |= {name for name in shards if name.endswith(".safetensors")}
     return old

@@ -78,9 +78,12 @@ class RemoteFile:
         if end - begin >= _LARGE:
             return self._fetch(begin, end)
         with self._lock:
-            if not self._ahead <= begin <= end <= self._ahead + len(self._block):
+            last = self._ahead + len(self._block)
+            if not self._ahead <= begin <= end <= last:
+                # Far ahead only for who reads on from where he was.
+                wanted = begin + (4 * _LARGE if self._ahead <= begin <= last else _LARGE // 16)
+                self._block = self._fetch(begin, min(max(wanted, end), self.size))
                 self._ahead = begin
-                self._block = self._fetch(begin, min(begin + 4 * _LARGE, self.size))
             start = begin - self._ahead
             return self._block[start : start + end - begin]
 

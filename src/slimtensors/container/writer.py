@@ -81,6 +81,11 @@ class Writer:
             shutil.copymode(target, self._temporary)
         self._temporary.replace(target)
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether the file has its name."""
+        return not self._temporary.exists()
+
     def _move_data(self, start: int) -> None:
         self._file.close()
         old = self._temporary

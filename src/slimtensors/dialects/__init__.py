@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slimtensors.container import Piece, StoredFile
 from slimtensors.dialects import compressed_tensors, slim
-from slimtensors.dialects.manifest import KEY, Manifest
+from slimtensors.dialects.manifest import KEY, Manifest, is_sealed
 from slimtensors.dialects.member import Member, Stored
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Plan
@@ -56,55 +56,56 @@ def members(files: Sequence[StoredFile]) -> dict[str, Member]:
     """
     stored: dict[str, Stored] = {}
     blobs: dict[str, bool | None] = {}
-    plans: dict[str, str] = {}
-    tied: dict[str, str] = {}
+    groups: list[compressed_tensors.Group] = []
+    unclaimed: dict[str, Stored] = {}
+    tied: list[tuple[str, str, StoredFile]] = []
     for file in files:
         entries = file.header.entries
         for name in stored.keys() & entries.keys():
             raise FormatError(f"{file.name}: {name}: is in another shard too")
         manifest = _manifest(file)
         if manifest is None:
-            stored |= {name: Stored(file, entry, None) for name, entry in entries.items()}
+            here = {name: Stored(file, entry, None) for name, entry in entries.items()}
+            unclaimed |= here
             blobs |= dict.fromkeys(entries)
-            continue
-        for (name, entry), found in zip(entries.items(), manifest.checksums, strict=True):
-            stored[name] = Stored(file, entry, found)
-            blobs[name] = found is None
-        plans |= manifest.plans
-        tied |= manifest.tied
-    groups = [
-        *compressed_tensors.ours(stored, plans),
-        *compressed_tensors.foreign({k: v for k, v in stored.items() if blobs[k] is None}),
-    ]
-    return _named(stored, blobs, groups, tied)
+        else:
+            pairs = zip(entries.items(), manifest.checksums, strict=True)
+            here = {name: Stored(file, entry, found) for (name, entry), found in pairs}
+            blobs |= {name: found.checksum is None for name, found in here.items()}
+            groups += compressed_tensors.ours(here, manifest.plans, file.name)
+            tied += [(name, home, file) for name, home in manifest.tied.items()]
+        stored |= here
+    groups += compressed_tensors.foreign(unclaimed)
+    result = _named(stored, blobs, groups)
+    for name, home, file in tied:
+        if home not in result or name in result:
+            raise FormatError(f"{file.name}: {name}: cannot be tied to {home!r}")
+    return result | {name: result[home] for name, home, _ in tied}
 
 
 def _named(
     stored: Mapping[str, Stored],
     blobs: Mapping[str, bool | None],
     groups: Sequence[compressed_tensors.Group],
-    tied: Mapping[str, str],
 ) -> dict[str, Member]:
+    """Return whole tensors by name, in the order of what is stored."""
     owner = {key: group for group in groups for key in group.keys}
     result: dict[str, Member] = {}
     for key, found in stored.items():
-        if key not in owner:
-            result[key] = slim.member(found, blob=blobs[key])
-        elif owner[key].name not in result:
-            result[owner[key].name] = owner[key].member
-    if len(result) != len(stored) - len(owner) + len(groups):
-        twice = next(group.name for group in groups if group.name in stored)
-        raise FormatError(f"{twice}: is stored plain and in parts")
-    for name, target in tied.items():
-        if target not in result or name in result:
-            raise FormatError(f"{name}: is said to be tied to {target!r}, which cannot be")
-        result[name] = result[target]
+        group = owner.get(key)
+        name = group.name if group else key
+        member = group.member if group else slim.member(found, blob=blobs[key])
+        if name in result and result[name] is not member:
+            raise FormatError(f"{found.file.name}: {name}: is stored twice, plain or in parts")
+        result[name] = member
     return result
 
 
 def _manifest(file: StoredFile) -> Manifest | None:
     text = file.header.metadata.get(KEY)
     if text is None:
+        if any(map(is_sealed, file.header.metadata.values())):
+            raise CorruptFileError(f"{file.name}: the manifest's name in the metadata is damaged")
         return None
     try:
         manifest = Manifest.from_text(text, file.text)

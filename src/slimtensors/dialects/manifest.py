@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from slimtensors import _core
-from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 
 KEY = "slimtensors"
 VERSION = 1
@@ -44,50 +44,47 @@ class Manifest:
     def from_text(cls, text: str, header: bytes) -> "Manifest":
         """Parse the line, and check that neither it nor the `header` around it has changed."""
         data = _parse(text)
-        if type(data.get("version")) is not int:
-            raise CorruptFileError("the manifest names no version")
-        if data["version"] > VERSION:
-            raise UnsupportedVersionError(
-                f"written in format version {data['version']}, this library reads up to {VERSION};"
-                " upgrade slimtensors"
-            )
-        _check_seal(text)
-        try:
-            size, checksum = data["table"]
-            manifest = cls(
-                str(data["dialect"]),
-                [None if n is None else int(n) for n in data["checksums"]],
-                _words(data.get("tied", {})),
-                _words(data.get("plans", {})),
-            )
-            changed = _core.crc32c(header[-size:]) != checksum
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFileError(f"not a manifest: {error!r}") from error
-        if changed:
-            raise CorruptFileError(
-                "the list of tensors is not the one that slimtensors wrote: the file is damaged, or"
-                f" another program rewrote it and kept the metadata key {KEY!r}"
-            )
-        return manifest
+        checksums, tied, plans = data["checksums"], data.get("tied", {}), data.get("plans", {})
+        fine = isinstance(checksums, list) and all(map(_is_checksum, checksums))
+        if not fine or not _is_table_of_text(tied) or not _is_table_of_text(plans):
+            raise CorruptFileError("not a manifest: its checksums, ties or plans are none")
+        match data["table"]:
+            case [int(size), int(found)] if _core.crc32c(header[-size:]) == found:
+                return cls(str(data["dialect"]), checksums, tied, plans)
+        raise CorruptFileError(
+            "the list of tensors is not the one that slimtensors wrote: the file is damaged, or"
+            f" another program rewrote it and kept the metadata key {KEY!r}"
+        )
+
+
+def is_sealed(text: str) -> bool:
+    """Tell whether `text` ends with its own checksum, as a manifest does."""
+    body, _, seal = text.rpartition(_SEAL)
+    return bool(body) and seal == f"{_core.crc32c(body.encode(errors='surrogatepass'))}}}"
 
 
 def _parse(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
+        sealed = is_sealed(text)
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"the manifest is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise FormatError("the manifest is not a table")
-    return data
-
-
-def _words(table: dict[str, str]) -> dict[str, str]:
-    if not all(isinstance(word, str) for word in table.values()):
-        raise TypeError("a table of words holds something else")
-    return table
-
-
-def _check_seal(text: str) -> None:
-    body, _, seal = text.rpartition(_SEAL)
-    if seal != f"{_core.crc32c(body.encode())}}}":
+    version = data.get("version") if isinstance(data, dict) else None
+    if type(version) is not int or version < 1:
+        raise CorruptFileError("the manifest names no version")
+    if version > VERSION:
+        raise UnsupportedVersionError(
+            f"written in format version {version}, this library reads up to {VERSION};"
+            " upgrade slimtensors"
+        )
+    if not sealed or not {"dialect", "checksums", "table"} <= data.keys():
         raise CorruptFileError("the manifest's checksum differs: the file is damaged")
+    return cast(dict[str, Any], data)
+
+
+def _is_checksum(number: object) -> bool:
+    return number is None or (type(number) is int and 0 <= number < 1 << 32)
+
+
+def _is_table_of_text(table: object) -> bool:
+    return isinstance(table, dict) and all(isinstance(word, str) for word in table.values())

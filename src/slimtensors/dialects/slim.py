@@ -6,6 +6,7 @@ loader that does not know it stops at the shape instead of running on wrong numb
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from slimtensors.container import Chunk, Entry, Piece, StoredFile, has_code
 from slimtensors.dialects.manifest import VERSION
 from slimtensors.dialects.member import Member, PlainMember, Stored, checksum, plain_piece
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
-from slimtensors.plan import Encoded, Plan, decode, describe, encode, rebuild
+from slimtensors.plan import Encoded, Plan, decode, describe, encode, max_decoded, plan_of, rebuild
 from slimtensors.spec import Each, Json, Spec, as_bytes
 
 NAME = "slim"
@@ -42,11 +43,11 @@ class BlobMember:
 
     def spec(self) -> Spec:
         """Return what the blob's header says."""
-        return self._encoded().spec
+        return Spec.from_json(self._header())
 
     def plan(self) -> Plan:
         """Return what the blob's header says."""
-        return self._encoded().plan
+        return plan_of(self._header())
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
@@ -59,10 +60,10 @@ class BlobMember:
         self.file.release(self.entry)
         return out
 
-    def _encoded(self) -> Encoded:
-        raw = self.file.read(self.entry)
-        start, header = unpack_header(raw)
-        return rebuild(header, raw[start:])
+    def _header(self) -> Json:
+        start = bytes(self.file.read(self.entry, _START.size))
+        size = _START.unpack(start)[2] if len(start) == _START.size else 0
+        return unpack_header(self.file.read(self.entry, _START.size + size))[1]
 
 
 def check(name: str, spec: Spec) -> None:
@@ -72,7 +73,7 @@ def check(name: str, spec: Spec) -> None:
 def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Piece], Plan | None]:
     """Return `x` as it goes into a file, and the plan by which."""
     if plan is None:
-        if has_code(Spec.of(x)) and not is_blob(Spec.of(x), as_bytes(x).numpy().data):
+        if has_code(Spec.of(x)) and not _looks_like_blob(x):
             return [plain_piece(name, x, each)], None
         plan = Plan(Dense())  # what safetensors cannot say, or what would be taken for a blob
     chunks = pack(encode(plan, x, each), each)
@@ -80,11 +81,15 @@ def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Pi
     return [Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan
 
 
+def _looks_like_blob(x: Tensor) -> bool:
+    return is_blob(Spec.of(x), lambda size: x[:size].contiguous().numpy().data)
+
+
 def member(stored: Stored, *, blob: bool | None) -> Member:
     """Return what is stored as a tensor; where it is not known to be a `blob`, it tells itself."""
     if blob is None:
         spec = stored.entry.spec
-        blob = _may_be_blob(spec) and is_blob(spec, stored.file.read(stored.entry))
+        blob = is_blob(spec, lambda size: stored.file.read(stored.entry, size))
     return BlobMember(stored.file, stored.entry) if blob else PlainMember(stored)
 
 
@@ -101,6 +106,11 @@ def pack(encoded: Encoded, each: Each) -> list[Chunk]:
         body += [raw, padding]
         at[path] = end, end + raw.numel()
         end += raw.numel() + len(padding)
+    while encoded.spec.nbytes > max_decoded(end):
+        padding = bytes(_ALIGN * 64)
+        seal = _core.crc32c(padding, seal)
+        body.append(padding)
+        end += len(padding)
     header = {**describe(encoded, at), "crc32c": seal}
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
@@ -116,6 +126,8 @@ def unpack_header(raw: memoryview) -> tuple[int, Json]:
     magic, version, size, seal = _START.unpack(start)
     if magic != MAGIC:
         raise CorruptFileError("a compressed tensor must start with 'SLIM'")
+    if version < 1:
+        raise CorruptFileError("a compressed tensor of version 0, which never was")
     if version > VERSION:
         raise UnsupportedVersionError(
             f"stored in format version {version}, this library reads up to {VERSION};"
@@ -134,14 +146,12 @@ def unpack_header(raw: memoryview) -> tuple[int, Json]:
     return end, header
 
 
-def is_blob(spec: Spec, raw: memoryview) -> bool:
-    """Tell whether these bytes are one of our blobs."""
-    if not _may_be_blob(spec) or raw[:4] != MAGIC:
+def is_blob(spec: Spec, first: Callable[[int], memoryview]) -> bool:
+    """Tell whether a tensor is one of our blobs; `first` returns its first bytes."""
+    if spec.dtype is not torch.uint8 or len(spec.shape) != 1 or spec.shape[0] < _START.size:
         return False
-    *_, size, seal = _START.unpack(raw[: _START.size])
-    found = _core.crc32c(raw[_START.size : _START.size + size], _core.crc32c(raw[:12]))
-    return bool(found == seal)
-
-
-def _may_be_blob(spec: Spec) -> bool:
-    return spec.dtype is torch.uint8 and len(spec.shape) == 1 and spec.shape[0] >= _START.size
+    magic, _, size, seal = _START.unpack(first(_START.size))
+    if magic != MAGIC:
+        return False
+    raw = first(_START.size + size)
+    return bool(_core.crc32c(raw[_START.size :], _core.crc32c(raw[:12])) == seal)

@@ -1,0 +1,175 @@
+import pytest
+import torch
+from models import pruned, weights, write_folder
+from safetensors.torch import save_file
+
+import slimtensors
+from slimtensors.cli import main
+
+
+def run(*arguments):
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as usage:
+        return usage.code
+
+
+def one_line(capsys):
+    """What was said on stderr, which has to be one line, and nothing on stdout."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("slimtensors: ")
+    assert said.err.count("\n") == 1
+    return said.err.rstrip()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "x.safetensors"
+    slimtensors.save(weights(), path)
+    return path
+
+
+def test_0_is_done(saved, tmp_path):
+    assert run("verify", saved) == 0
+
+
+def test_1_is_an_answer_of_no(saved, tmp_path, capsys):
+    other = weights() | {"model.layers.1.mlp.weight": pruned(64, 64, seed=77)}
+    save_file(other, tmp_path / "other")
+    assert run("verify", saved, "--against", tmp_path / "other") == 1
+    assert "model.layers.1.mlp.weight: " in one_line(capsys)
+    save_file({"x": torch.ones(2)}, tmp_path / "few")
+    assert run("verify", saved, "--against", tmp_path / "few") == 1
+    said = capsys.readouterr()
+    assert len(said.err.splitlines()) == 8
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--preset", "spars"], "unknown preset 'spars'; did you mean 'sparse'?"),
+        (["--dialect", "slimm"], "unknown dialect 'slimm'; did you mean 'slim'?"),
+        (["--max-shard-size", "5XB"], "not a size: '5XB'"),
+        (["-T", "0"], "threads must be at least 1, got 0"),
+    ],
+)
+def test_2_is_a_bad_option(saved, tmp_path, capsys, options, words):
+    assert run("compress", saved, "-o", tmp_path / "y", *options) == 2
+    assert words in one_line(capsys)
+    assert run("compress", write_folder(tmp_path / "m"), "-o", tmp_path / "z", *options) == 2
+    assert words in one_line(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "x.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["compres"],
+        ["compress"],
+        ["compress", "x"],
+        ["inspect", "x", "--jsno"],
+        ["verify", "x", "-T", "many"],
+        ["codecs", "extra"],
+    ],
+)
+def test_2_is_bad_usage(arguments, capsys):
+    assert run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("usage: slimtensors")
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "compress", "decompress"])
+def test_2_is_a_source_that_is_not_there(tmp_path, capsys, verb):
+    target = ["-o", tmp_path / "y"] if verb.endswith("compress") else []
+    assert run(verb, tmp_path / "nothing", *target) == 2
+    assert "nothing: no such file or folder" in one_line(capsys)
+
+
+def test_2_is_a_target_that_cannot_be(saved, tmp_path, capsys):
+    assert run("compress", saved, "-o", tmp_path / "no" / "such" / "y") == 2
+    assert "does not exist" in one_line(capsys)
+    assert run("compress", saved, "-o", saved / "y") == 2
+    assert one_line(capsys)
+    assert run("verify", saved, "--against", tmp_path / "nothing") == 2
+    assert "nothing" in one_line(capsys)
+
+
+def test_2_is_a_tensor_that_the_dialect_cannot_store(tmp_path, capsys):
+    slimtensors.save({"odd": torch.eye(9, dtype=torch.complex128)}, tmp_path / "x")
+    options = ("--dialect", "compressed-tensors")
+    assert run("compress", tmp_path / "x", "-o", tmp_path / "y", *options) == 2
+    assert "odd: safetensors has no complex128" in one_line(capsys)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "compress", "decompress"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"1234567",
+        b"\x10\0\0\0\0\0\0\0{",
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0\xff\xff",
+        b"hello, this is some text",
+    ],
+)
+def test_3_is_a_file_that_is_no_safetensors_file(tmp_path, capsys, verb, raw):
+    path = tmp_path / "x"
+    path.write_bytes(raw)
+    target = ["-o", tmp_path / "y"] if verb.endswith("compress") else []
+    assert run(verb, path, *target) == 3
+    assert f"{path}: " in one_line(capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("verb", ["verify", "compress", "decompress"])
+def test_3_is_damage(saved, tmp_path, capsys, verb):
+    raw = bytearray(saved.read_bytes())
+    raw[-1000] ^= 1
+    saved.write_bytes(raw)
+    target = ["-o", tmp_path / "y"] if verb.endswith("compress") else []
+    assert run(verb, saved, *target) == 3
+    line = one_line(capsys)
+    assert f"{saved}: model." in line
+    assert "damaged" in line
+    assert [p.name for p in tmp_path.iterdir()] == [saved.name]
+
+
+def test_3_is_a_truncated_file(saved, capsys):
+    raw = saved.read_bytes()
+    saved.write_bytes(raw[:-1])
+    assert run("inspect", saved) == 3
+    assert "truncated" in one_line(capsys)
+
+
+def test_3_is_a_damaged_shard_and_leaves_no_folder(tmp_path, capsys):
+    source = write_folder(tmp_path / "model", shards=2)
+    run("compress", source, "-o", tmp_path / "small", "-q")
+    shard = tmp_path / "small" / "model-00002-of-00002.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-700] ^= 1
+    shard.write_bytes(raw)
+    assert run("decompress", tmp_path / "small", "-o", tmp_path / "back") == 3
+    assert "model-00002-of-00002.safetensors" in one_line(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_3_is_a_file_of_torch_save_and_the_error_says_so(tmp_path, capsys, legacy):
+    path = tmp_path / "model.pt"
+    torch.save({"x": torch.ones(3)}, path, _use_new_zipfile_serialization=not legacy)
+    assert run("compress", path, "-o", tmp_path / "y") == 3
+    line = one_line(capsys)
+    assert "torch.save" in line or legacy
+    assert "model.pt" in line
+
+
+def test_3_is_a_folder_of_pickles(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    torch.save({"x": torch.ones(3)}, tmp_path / "model" / "pytorch_model.bin")
+    assert run("compress", tmp_path / "model", "-o", tmp_path / "y") == 3
+    assert "no safetensors files here; it holds pytorch_model.bin" in one_line(capsys)

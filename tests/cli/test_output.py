@@ -1,0 +1,191 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from models import pruned
+from safetensors.torch import save_file
+
+import slimtensors
+from slimtensors.cli import main
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def schema(name):
+    found = json.loads((SCHEMAS / f"{name}.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
+def valid(text, name):
+    data = json.loads(text)
+    jsonschema.validate(data, schema(name), jsonschema.Draft202012Validator)
+    return data
+
+
+@pytest.fixture
+def source(tmp_path):
+    x = pruned(64, 64)
+    tensors = {
+        "a.weight": x,
+        "b|c": torch.ones(8, 8),
+        "none": torch.empty(0, 3),
+        "0-d": torch.tensor(1, dtype=torch.int64),
+        "odd": torch.eye(40, dtype=torch.complex128),
+        "tied": x,
+    }
+    slimtensors.save(tensors, tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+def test_every_schema_is_strict():
+    for path in SCHEMAS.glob("*.json"):
+        pending = [schema(path.stem)]
+        while pending:
+            at = pending.pop()
+            if isinstance(at, dict):
+                assert at.get("type") != "object" or "additionalProperties" in at, path
+                pending += at.values()
+            elif isinstance(at, list):
+                pending += at
+    assert {path.stem for path in SCHEMAS.glob("*.json")} == {"summary", "verify", "codecs"}
+
+
+def test_inspect_prints_json_that_fits_its_schema(source, capsys):
+    assert run("inspect", source, "--json") == 0
+    data = valid(capsys.readouterr().out, "summary")
+    assert data["files"] == ["x.safetensors"]
+    names = [t["name"] for t in data["tensors"]]
+    assert names == ["a.weight", "b|c", "none", "0-d", "odd", "tied"]
+    assert data["tensors"][0]["codec"] == "bitmask"
+    assert data["tensors"][5]["codec"] == "tied"
+    assert data["tensors"][5]["note"] == "is a.weight"
+    assert sum(t["stored_bytes"] for t in data["tensors"]) == data["stored_bytes"]
+
+
+def test_compress_and_decompress_print_json_that_fits_its_schema(source, tmp_path, capsys):
+    assert run("compress", source, "-o", tmp_path / "y", "--json") == 0
+    data = valid(capsys.readouterr().out, "summary")
+    assert data["files"] == ["y"]
+    assert run("compress", source, "-o", tmp_path / "y", "--dry-run", "--json") == 0
+    would = valid(capsys.readouterr().out, "summary")
+    assert would["files"] == []
+    assert would["stored_bytes"] == data["stored_bytes"]
+    assert run("decompress", tmp_path / "y", "-o", tmp_path / "z", "--json") == 0
+    back = valid(capsys.readouterr().out, "summary")
+    assert {t["codec"] for t in back["tensors"]} == {"plain", "dense", "tied"}
+
+
+def test_json_is_printed_even_if_quiet(source, tmp_path, capsys):
+    assert run("compress", source, "-o", tmp_path / "y", "--json", "-q") == 0
+    valid(capsys.readouterr().out, "summary")
+
+
+def test_verify_prints_json_that_fits_its_schema(source, tmp_path, capsys):
+    assert run("verify", source, "--json") == 0
+    data = valid(capsys.readouterr().out, "verify")
+    assert data == {"ok": True, "tensors": 6, "damaged": {}, "different": {}}
+    save_file({"a.weight": pruned(64, 64) + 1, "new": torch.ones(3)}, tmp_path / "y")
+    assert run("verify", source, "--against", tmp_path / "y", "--json") == 1
+    data = valid(capsys.readouterr().out, "verify")
+    assert data["ok"] is False
+    assert data["different"]["a.weight"] == "4096 of 4096 items differ"
+    assert data["different"].keys() == {"a.weight", "b|c", "none", "0-d", "odd", "tied", "new"}
+
+
+@pytest.mark.parametrize("where", ["header", "payload", "plain"])
+def test_verify_of_a_damaged_file_names_all_that_is_damaged(source, capsys, where):
+    raw = bytearray(source.read_bytes())
+    at = {
+        "header": raw.index(b"SLIM") + 30,
+        "payload": raw.index(b"SLIM") + 500,
+        "plain": raw.index(torch.ones(8, 8).numpy().tobytes()),
+    }[where]
+    raw[at] ^= 1
+    source.write_bytes(raw)
+    assert run("verify", source, "--json") == 3
+    said = capsys.readouterr()
+    data = valid(said.out, "verify")
+    assert data["ok"] is False
+    assert data["damaged"].keys() in ({"a.weight", "tied"}, {"odd"}, {"b|c"})
+    assert len(said.err.splitlines()) == len(data["damaged"])
+    assert run("verify", source) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert all(line.startswith(f"slimtensors: {source}: ") for line in said.err.splitlines())
+
+
+def test_codecs_prints_json_that_fits_its_schema(capsys):
+    assert run("codecs", "--json") == 0
+    data = valid(capsys.readouterr().out, "codecs")
+    assert {"bitmask", "bitmask24", "dense"} <= {codec["name"] for codec in data["codecs"]}
+
+
+def test_codecs_prints_one_line_each(capsys):
+    assert run("codecs") == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["codec", "options", "about"]
+    assert [line.split()[0] for line in lines] == sorted(slimtensors.codecs.names())
+    assert all(line.endswith(".") for line in lines)
+
+
+def test_inspect_prints_a_table(source, capsys):
+    assert run("inspect", source) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        *["tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item"]
+    ]
+    assert lines[1].split()[:4] == ["a.weight", "bfloat16", "64x64", "bitmask"]
+    assert "scalar" in next(line for line in lines if line.startswith("0-d"))
+    assert "is a.weight" in next(line for line in lines if line.startswith("tied"))
+    assert lines[-1].startswith("total")
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_inspect_prints_a_markdown_table_with_as_many_cells_in_every_row(source, capsys):
+    assert run("inspect", source, "--markdown") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| tensor | dtype |")
+    assert set(lines[1]) <= set("|:- ")
+    assert len(lines) == 2 + 6 + 1
+    for line in lines:
+        assert line.replace("\\|", "").count("|") == 8
+
+
+def test_json_and_markdown_exclude_each_other(source, capsys):
+    with pytest.raises(SystemExit) as usage:
+        run("inspect", source, "--json", "--markdown")
+    assert usage.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "verb", ["compress", "decompress", "inspect", "verify", "codecs", "demo", ""]
+)
+def test_help_is_there_for_every_verb(verb, capsys):
+    with pytest.raises(SystemExit) as done:
+        main([verb, "--help"] if verb else ["--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert ("example:" if verb else "Exit codes:") in out
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.strip() == slimtensors.__version__
+
+
+@pytest.mark.slow
+def test_the_demo_stores_every_format_and_gets_the_same_bits(tmp_path, capsys):
+    assert run("demo", "-o", tmp_path / "demo") == 0
+    out = capsys.readouterr().out
+    assert out.count("same bits") == 9
+    assert len(list((tmp_path / "demo").glob("*.safetensors"))) == 9

@@ -1,0 +1,54 @@
+"""What stock transformers does with a folder of ours: it must never run on random weights."""
+
+import subprocess
+import sys
+
+import pytest
+from models import write_llama
+from strategies import same_bits
+
+import slimtensors
+from slimtensors.cli import main
+
+LOAD = """
+import sys
+from transformers import AutoModelForCausalLM
+assert "slimtensors" not in sys.modules
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("LOADED")
+"""
+
+
+def load_with_transformers(folder):
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_stock_transformers_refuses_a_slim_folder_and_loads_what_comes_back(tmp_path, tied):
+    source = write_llama(tmp_path / "model", tied=tied, shard=None if tied else "60kB")
+    small, back = str(tmp_path / "small"), str(tmp_path / "back")
+    assert main(["compress", str(source), "-o", small, "-q"]) == 0
+    assert "bitmask" in {t.codec for t in slimtensors.inspect(small).tensors}
+    refused = load_with_transformers(small)
+    assert refused.returncode != 0
+    assert "LOADED" not in refused.stdout
+    assert "size" in refused.stderr or "shape" in refused.stderr, refused.stderr
+    assert main(["decompress", small, "-o", back, "-q"]) == 0
+    loaded = load_with_transformers(back)
+    assert (loaded.returncode, loaded.stdout.strip()) == (0, "LOADED"), loaded.stderr
+
+
+def test_what_comes_back_is_the_same_model_to_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = write_llama(tmp_path / "model", tied=True)
+    for dialect in ("slim", "compressed-tensors"):
+        small, back = str(tmp_path / dialect), str(tmp_path / f"{dialect}-back")
+        assert main(["compress", str(source), "-o", small, "--dialect", dialect, "-q"]) == 0
+        assert main(["decompress", small, "-o", back, "-q"]) == 0
+        want = AutoModelForCausalLM.from_pretrained(source).state_dict()
+        have = AutoModelForCausalLM.from_pretrained(back).state_dict()
+        assert have.keys() == want.keys()
+        assert all(same_bits(have[name], x) for name, x in want.items())

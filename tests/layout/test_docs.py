@@ -1,0 +1,66 @@
+"""Every block of code in the documentation runs, in order, in one namespace per page."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = "<!-- not run -->"
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    """Yield line number, language and text of the blocks that are to run."""
+    text = page.read_text()
+    for found in _FENCE.finditer(text):
+        before = text[: found.start()].rstrip("\n").rpartition("\n")[2]
+        if before.strip() != NOT_RUN:
+            yield text[: found.start()].count("\n") + 2, found.group(1), found.group(2)
+
+
+def commands(text):
+    """The commands of a shell block that are ours, without their comments and prompts."""
+    joined = text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        line = line.removeprefix("$ ")
+        if line.startswith("slimtensors "):
+            yield line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_on_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    namespace = {"__name__": "__page__"}
+    for line, language, text in blocks(page):
+        if language == "python":
+            code = compile("\n" * (line - 1) + text, str(page), "exec")
+            exec(code, namespace)
+        elif language in ("bash", "console", "sh"):
+            for command in commands(text):
+                done = subprocess.run(
+                    command,
+                    shell=True,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    env={**os.environ, "PATH": path},
+                )
+                assert done.returncode == 0, f"{page.name}: {command}\n{done.stderr}"
+
+
+def test_every_page_is_found():
+    assert {"README.md", "format.md", "start.md"} <= {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"

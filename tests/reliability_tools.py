@@ -1,0 +1,172 @@
+"""Files as bytes: taken apart, forged, and loaded in a process of their own."""
+
+import json
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import slimtensors
+from slimtensors import _core
+from slimtensors.errors import FormatError
+
+TESTS = Path(__file__).parent
+
+
+def sample() -> dict[str, Tensor]:
+    """Return a few small tensors: dense, sparse, 2:4, small items, empty, scalar, tied."""
+    random = torch.Generator().manual_seed(0)
+    sparse = torch.randn(12, 10, generator=random)
+    sparse[torch.rand(12, 10, generator=random) < 0.7] = 0
+    halves = torch.randn(6, 4, 4, generator=random).bfloat16()
+    halves[..., 1::2] = 0
+    return {
+        "steps": torch.arange(3),
+        "sparse": sparse,
+        "halves": halves.view(6, 16),
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(-0.0),
+        "again": sparse,
+    }
+
+
+def split(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the parsed header and the data of a safetensors file."""
+    (size,) = struct.unpack_from("<Q", raw)
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def table_of(path: Path) -> dict[str, Any]:
+    """Return the entries that a file's header lists."""
+    header, _ = split(path.read_bytes())
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def joined(header: object, data: bytes = b"") -> bytes:
+    """Return a safetensors file with this header, which may be JSON text or anything it can say."""
+    text = header if isinstance(header, bytes) else _text(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def plain_file(tensors: dict[str, Tensor]) -> bytes:
+    """Return the file that safetensors itself writes."""
+    from safetensors.torch import save
+
+    return save(tensors)
+
+
+def blob(header: object, payload: bytes = b"", *, version: int = 1) -> bytes:
+    """Return a compressed tensor with this JSON header and payload, its checksums made to fit."""
+    if isinstance(header, dict):
+        header = {**header, "crc32c": _core.crc32c(payload)}
+    text = header if isinstance(header, bytes) else _text(header).encode()
+    start = struct.pack("<4sII", b"SLIM", version, len(text))
+    seal = _core.crc32c(text, _core.crc32c(start))
+    return start + struct.pack("<I", seal) + text + payload
+
+
+def split_blob(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the parsed header and the payload of a compressed tensor."""
+    _, _, size, _ = struct.unpack_from("<4sIII", raw)
+    return json.loads(raw[16 : 16 + size]), raw[16 + size :]
+
+
+def blob_file(raw: bytes, name: str = "x") -> bytes:
+    """Return a file that holds one compressed tensor."""
+    entry = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]}
+    return joined({name: entry}, raw)
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    """Return the text of a manifest with the checksum that belongs to it."""
+    body = _text({k: v for k, v in manifest.items() if k != "crc32c"})[:-1]
+    raw = body.encode("utf-8", "surrogatepass")
+    return f'{body},"crc32c":{_core.crc32c(raw)}}}'
+
+
+def with_manifest(raw: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a file whose manifest was changed and sealed again."""
+    header, data = split(raw)
+    manifest = json.loads(header["__metadata__"]["slimtensors"])
+    change(manifest)
+    header["__metadata__"]["slimtensors"] = sealed(manifest)
+    return joined(header, data)
+
+
+def refused(
+    path: Path | str,
+    *,
+    tensor: str | None = None,
+    kind: type[Exception] = FormatError,
+    where: Path | str | None = None,
+) -> str:
+    """Assert that loading `path` fails as it should, naming file and tensor; return the message."""
+    with pytest.raises(kind) as caught:
+        slimtensors.load(path, threads=1)
+    message = str(caught.value)
+    assert str(where or path) in message
+    assert tensor is None or tensor in message
+    return message
+
+
+def run(code: str, *args: object, timeout: float = 60, **options: Any) -> str:
+    """Run Python code in a process of its own, which must succeed; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=TESTS,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+LIMITED = """
+import json, resource, sys
+import torch, slimtensors
+torch.set_num_threads(1)
+slimtensors.load(sys.argv[2])  # so that everything is imported and warm
+pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+allowed = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (pages + allowed, pages + allowed))
+for path in json.load(sys.stdin):
+    try:
+        slimtensors.load(path, threads=1)
+        found = "loaded"
+    except slimtensors.errors.FormatError as error:
+        found = "FormatError: " + str(error)
+    except BaseException as error:
+        found = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+"""
+
+
+def outcomes(paths: list[Path], good: Path, *, memory: int = 64 << 20) -> list[str]:
+    """Load files in one process that may take only `memory` more bytes; say how each ended."""
+    text = run(LIMITED, memory, good, input=json.dumps([str(path) for path in paths]), timeout=100)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def leftovers(folder: Path) -> list[str]:
+    """List the temporary files that are still in a folder."""
+    return sorted(path.name for path in folder.rglob("*slimtensors-*"))
+
+
+def limit_file_size(size: int) -> None:
+    """Let writes past `size` bytes fail in this process."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def _text(data: object) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,519 @@
+"""Whatever happens while saving, the old model or the new one is there afterwards, and it is whole."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from reliability_tools import TESTS, leftovers, run, sample
+from strategies import bits, same_bits
+
+import slimtensors
+from slimtensors.errors import SlimError, UnsupportedTensorError
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="uses what Linux tells about processes")
+
+STATES = """
+import json, os, random, resource, signal, sys, time, warnings
+from pathlib import Path
+import torch
+import slimtensors
+from slimtensors import container
+from strategies import bits, same_bits
+torch.set_num_threads(1)  # a process that has started none can be forked
+
+def state(seed, items=40_000):
+    density = {0: 0.3, 1: 1.0, 2: 0.0}
+    return {f"t{i}": bits(seed + i, items, torch.float32, density[i]) for i in range(3)}
+
+OLD, NEW = state(0), state(100)
+
+def which(path):
+    loaded = slimtensors.load(path, threads=1)
+    for label, want in (("old", OLD), ("new", NEW)):
+        if loaded.keys() == want.keys() and all(same_bits(loaded[k], x) for k, x in want.items()):
+            return label
+    return "broken"
+
+def files(path):
+    folder = path if path.is_dir() else path.parent
+    return sorted(p.name for p in folder.iterdir())
+
+SIZES = {"file": (None, None), "single to shards": (None, 60_000), "shards to single": (60_000, None),
+         "shards to shards": (90_000, 60_000)}
+
+def start(path, kind):
+    \"\"\"Put the old model in place.\"\"\"
+    if kind != "file":
+        path.mkdir(exist_ok=True)
+    slimtensors.save(OLD, path, max_shard_size=SIZES[kind][0], threads=1)
+
+def replace(path, kind, **options):
+    slimtensors.save(NEW, path, max_shard_size=SIZES[kind][1], threads=1, **options)
+"""
+
+@pytest.fixture
+def quick(tmp_path) -> Iterator[Path]:
+    """Return a folder in memory, where `fsync` costs nothing; it matters only to power failures."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+KINDS = ["file", "single to shards", "shards to single", "shards to shards"]
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+KILL = (
+    STATES
+    + """
+path, kind = Path(sys.argv[1]), sys.argv[2]
+start(path, kind)
+dice = random.Random(kind)
+print("begin", flush=True)
+for _ in range(int(sys.argv[3])):
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(told, b"x")
+            while True:  # until killed
+                replace(path, kind)
+                start(path, kind)
+        finally:
+            os._exit(1)
+    os.read(ready, 1)
+    time.sleep(dice.uniform(0, 0.03))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(ready), os.close(told)
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+    print(which(path), flush=True)
+replace(path, kind)
+print("end", which(path))
+"""
+)
+
+
+@linux
+@EVERY_KIND
+@pytest.mark.slow
+def test_killing_a_process_while_it_saves_leaves_a_whole_model(quick, kind):
+    lines = run(KILL, quick / "model", kind, 40, timeout=100).splitlines()
+    assert lines[0] == "begin"
+    assert len(lines) == 42
+    assert set(lines[1:-1]) <= {"old", "new"}
+    assert lines[-1] == "end new"
+
+
+AT_EVERY_LINE = """
+OURS = {str(Path(container.__file__).parent / name) for name in ("shards.py", "writer.py")}
+
+def at_line(number, act):
+    \"\"\"Call `act` when the writer is about to run its line of that number, counted from now.\"\"\"
+    count = 0
+
+    def local(frame, event, arg):
+        nonlocal count
+        if event == "line":
+            count += 1
+            if number in (count, None):
+                act(count, f"{Path(frame.f_code.co_filename).name} {frame.f_code.co_name} {frame.f_lineno}")
+        return local
+
+    sys.settrace(lambda frame, event, arg: local if frame.f_code.co_filename in OURS else None)
+
+def moments(path, kind):
+    \"\"\"Return when each line of the writer runs for the first time and for the last.\"\"\"
+    first, last = {}, {}
+
+    def note(count, where):
+        first.setdefault(where, count)
+        last[where] = count
+
+    start(path, kind)
+    at_line(None, note)
+    replace(path, kind)
+    sys.settrace(None)
+    return {number: where for table in (first, last) for where, number in table.items()}
+
+def clear(path):
+    \"\"\"Remove what is there, as a user would who starts again.\"\"\"
+    for file in path.iterdir() if path.is_dir() else path.parent.iterdir():
+        file.unlink()
+
+path, kind = Path(sys.argv[1]), sys.argv[2]
+points = moments(path, kind)
+"""
+
+KILL_AT_LINE = (
+    STATES
+    + AT_EVERY_LINE
+    + """
+start(path, kind)
+for number, where in points.items():
+    child = os.fork()
+    if child == 0:
+        at_line(number, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        replace(path, kind)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL, (where, status)
+    found = which(path)
+    assert found in ("old", "new"), (where, found)
+    clear(path)
+    start(path, kind)
+print(len(points))
+"""
+)
+
+
+@linux
+@EVERY_KIND
+@pytest.mark.slow
+def test_killing_a_process_at_any_line_of_the_writer_leaves_a_whole_model(quick, kind):
+    assert int(run(KILL_AT_LINE, quick / "model", kind, timeout=100)) > 50
+
+
+INTERRUPT_AT_LINE = (
+    STATES
+    + AT_EVERY_LINE
+    + """
+def interrupt(count, where):
+    sys.settrace(None)
+    raise KeyboardInterrupt
+
+left = set()
+start(path, kind)
+for number, where in points.items():
+    before = files(path)
+    at_line(number, interrupt)
+    try:
+        replace(path, kind)
+    except KeyboardInterrupt:
+        pass
+    sys.settrace(None)
+    found = which(path)
+    assert found in ("old", "new"), (where, found)
+    here = [name for name in files(path) if "slimtensors-" not in name]
+    if here != files(path):
+        left.add(where)
+    if found == "old":
+        assert here == before, (where, before, here)
+    if found == "new" or here != files(path):
+        clear(path)
+        start(path, kind)
+print(json.dumps([len(points), sorted(left)]))
+"""
+)
+
+
+@linux
+@EVERY_KIND
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_of_the_writer_leaves_a_whole_model_and_nothing_else(quick, kind):
+    """Python may interrupt between any two lines.
+
+    A temporary file can stay behind only in the moment between its creation and its being noted.
+    """
+    lines, left = json.loads(run(INTERRUPT_AT_LINE, quick / "model", kind, timeout=100))
+    assert lines > 50
+    assert {where.split()[1] for where in left} <= {"__init__", "__enter__", "add"}
+
+
+SLOW_SAVE = (
+    STATES
+    + """
+path, kind = Path(sys.argv[1]), sys.argv[2]
+start(path, kind)
+before = files(path)
+
+def wait(done):
+    if done:
+        print("saving", flush=True)
+        time.sleep(60)
+
+try:
+    replace(path, kind, progress=wait)
+except KeyboardInterrupt:
+    assert files(path) == before
+    print(which(path))
+"""
+)
+
+
+@linux
+@EVERY_KIND
+def test_ctrl_c_while_saving_leaves_the_old_model_and_nothing_else(tmp_path, kind):
+    command = [sys.executable, "-c", SLOW_SAVE, str(tmp_path / "model"), kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
+        assert child.stdout.readline() == "saving\n"
+        assert leftovers(tmp_path)  # it is really in the middle
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=60)
+    assert (child.returncode, out) == (0, "old\n")
+    assert leftovers(tmp_path) == []
+
+
+@linux
+def test_ctrl_c_in_threads_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "x.safetensors"
+    slimtensors.save(sample(), path)
+    before = path.read_bytes()
+    tensors = {f"t{i}": bits(i, 1 << 20, torch.float32, 0.5) for i in range(8)}
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        slimtensors.save(tensors, path, threads=3, progress=interrupt)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+FULL = (
+    STATES
+    + """
+path, kind, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+start(path, kind)
+before, failed = files(path), 0
+folder = path if path.is_dir() else path.parent
+old = {name: (folder / name).read_bytes() for name in before if (folder / name).is_file()}
+filler = Path(sys.argv[4]) / "filler"
+
+def squeeze(free):
+    \"\"\"Let only so many bytes more be written.\"\"\"
+    if how == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free, resource.RLIM_INFINITY))
+        return
+    disk = os.statvfs(filler.parent)
+    room = disk.f_bavail * disk.f_frsize
+    if filler.exists():
+        room += filler.stat().st_blocks * 512
+        filler.unlink()
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(room - free, 1))
+
+for free in (0, 4096, 8192, 20_000, 40_960, 81_920, 100_000, 163_840, *range(180_224, 245_760, 8192)):
+    squeeze(free)
+    try:
+        replace(path, kind)
+    except OSError as error:
+        failed += 1
+        codes = {error.errno, getattr(error.__context__, "errno", None)}
+        assert codes & {27, 28}, repr(error)  # EFBIG, ENOSPC
+        assert files(path) == before, (free, files(path))
+        assert all((folder / name).read_bytes() == raw for name, raw in old.items())
+        assert which(path) == "old"
+    else:
+        assert which(path) == "new"
+        squeeze(1 << 20) if how == "disk" else squeeze(resource.RLIM_INFINITY)
+        start(path, kind)
+        before = files(path)
+        old = {name: (folder / name).read_bytes() for name in before if (folder / name).is_file()}
+squeeze(1 << 20) if how == "disk" else squeeze(resource.RLIM_INFINITY)
+replace(path, kind)
+print(failed, which(path))
+"""
+)
+
+
+@linux
+@EVERY_KIND
+def test_a_file_that_may_not_grow_leaves_the_old_model_and_nothing_else(quick, kind):
+    failed, found = run(FULL, quick / "model", kind, "limit", quick).split()
+    assert int(failed) > 3
+    assert found == "new"
+
+
+def can_mount() -> bool:
+    """Tell whether we may mount a small disk for a process of our own."""
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        return False
+    script = "mount -t tmpfs -o size=64k tmpfs /mnt"
+    return subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting a small disk needs root")
+@EVERY_KIND
+def test_a_full_disk_leaves_the_old_model_and_nothing_else(tmp_path, kind):
+    disk = tmp_path / "disk"
+    (disk / "home").mkdir(parents=True)
+    script = 'mount -t tmpfs -o size=2m tmpfs "$1" && mkdir "$1/home" && exec "$2" -c "$3" "$1/home/model" "$4" disk "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", str(disk), sys.executable, FULL, kind],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=TESTS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    failed, found = done.stdout.split()
+    assert int(failed) > 3
+    assert found == "new"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_device_is_not_replaced(tmp_path):
+    with pytest.raises(SlimError, match="/dev/full"):
+        slimtensors.save(sample(), "/dev/full")
+
+
+READ_ONLY = (
+    STATES
+    + """
+path = Path(sys.argv[1])
+if os.geteuid() == 0:
+    os.setegid(65534)
+    os.seteuid(65534)
+try:
+    slimtensors.save(NEW, path, threads=1)
+except PermissionError as error:
+    print(which(path))
+"""
+)
+
+
+@linux
+def test_a_folder_that_may_not_be_written_keeps_its_file():
+    with tempfile.TemporaryDirectory() as name:  # one that another user may enter
+        folder, path = Path(name), Path(name) / "model.safetensors"
+        run(STATES + "start(Path(sys.argv[1]), 'file')", path)
+        before = path.read_bytes()
+        folder.chmod(0o555)
+        try:
+            assert run(READ_ONLY, path) == "old\n"
+            assert path.read_bytes() == before
+            assert [p.name for p in folder.iterdir()] == ["model.safetensors"]
+        finally:
+            folder.chmod(0o755)
+
+
+# Tensors that cannot be stored.
+
+
+class Special(torch.Tensor):
+    """A tensor that may mean anything."""
+
+
+def freed() -> torch.Tensor:
+    x = torch.ones(1000)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def quantized() -> torch.Tensor:
+    return torch._empty_affine_quantized([4], scale=1.0, zero_point=0, dtype=torch.quint8)
+
+
+CANNOT_BE_STORED = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantized": quantized,
+    "meta": lambda: torch.ones(3, device="meta"),
+    "subclass": lambda: torch.ones(3).as_subclass(Special),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "freed": freed,
+    "list": lambda: [1.0, 2.0],
+    "number": lambda: 3,
+    "nothing": lambda: None,
+    "array": lambda: torch.ones(3).numpy(),
+    "table": lambda: {"x": torch.ones(3)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested tensors|quantiz):UserWarning")
+@pytest.mark.parametrize("kind", CANNOT_BE_STORED)
+@pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
+@pytest.mark.parametrize("shards", [None, "1MB"])
+def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, kind, dialect, shards):
+    path = tmp_path / "model"
+    tensors = {"good": torch.ones(3), "bad.one": CANNOT_BE_STORED[kind](), "last": torch.ones(3)}
+
+    def told(done: int) -> None:
+        pytest.fail("something was written")
+
+    options = {"dialect": dialect, "max_shard_size": shards, "progress": told}
+    with pytest.raises(UnsupportedTensorError, match=r"bad\.one"):
+        slimtensors.save(tensors, path, **options)
+    assert list(tmp_path.iterdir()) == []
+    slimtensors.save(sample(), path, max_shard_size=shards)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(UnsupportedTensorError, match=r"bad\.one"):
+        slimtensors.save(tensors, path, **options)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("__metadata__", "__metadata__"), ("x\ud800", r"\\ud800"), (7, "7"), (None, "None"), (("a", 1), "'a', 1")],
+    ids=repr,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_name_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, name, said, tied):
+    x = torch.ones(3)
+    with pytest.raises(SlimError, match=said):
+        slimtensors.save({"good": x, name: x if tied else x.clone()}, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "nope"},
+        {"dialect": "nope"},
+        {"threads": 0},
+        {"max_shard_size": "many"},
+        {"preset": slimtensors.chain(slimtensors.Bitmask(), nope=slimtensors.Dense())},
+        {"preset": slimtensors.Plan(slimtensors.Bitmask24())},
+        {"preset": slimtensors.Plan(slimtensors.Dense()), "dialect": "compressed-tensors"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_an_option_that_is_wrong_leaves_everything_as_it_was(tmp_path, options):
+    path = tmp_path / "x.safetensors"
+    slimtensors.save(sample(), path)
+    before = path.read_bytes()
+    with pytest.raises(SlimError):
+        slimtensors.save({"x": torch.arange(1.0, 65.0).view(8, 8)}, path, **options)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_an_error_while_choosing_a_plan_leaves_everything_as_it_was(tmp_path):
+    path = tmp_path / "x.safetensors"
+    slimtensors.save(sample(), path)
+    before = path.read_bytes()
+
+    def choose(name: str, x: torch.Tensor) -> None:
+        if name == "flags":
+            raise LookupError(name)
+
+    for threads in (1, 3):
+        with pytest.raises(LookupError, match="flags"):
+            slimtensors.save(sample(), path, preset=choose, threads=threads)
+        assert path.read_bytes() == before
+        assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_damage_in_the_source_leaves_the_target_as_it_was(tmp_path):
+    source, target = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
+    slimtensors.save(sample(), source)
+    slimtensors.save(sample(), target)
+    before = target.read_bytes()
+    with source.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    with pytest.raises(SlimError, match=r"source\.safetensors: flags"):
+        slimtensors.save(slimtensors.open(source), target)
+    assert target.read_bytes() == before
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,138 @@
+"""Reading files, folders and indexes that are in order, and saying clearly what is not there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from reliability_tools import sample
+from safetensors.torch import save_file
+from strategies import bits, same_bits, same_tensors
+
+import slimtensors
+from slimtensors.errors import FormatError
+
+INDEX = "model.safetensors.index.json"
+
+
+def stock_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a model as transformers would, with safetensors alone."""
+    tensors = {f"t{i}": bits(i, 100, torch.bfloat16, 0.5) for i in range(6)}
+    shards = {f"model-0000{i}-of-00003.safetensors": [f"t{2 * i - 2}", f"t{2 * i - 1}"] for i in (1, 2, 3)}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, folder / shard, {"format": "pt"})
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tensors
+
+
+def test_shards_of_other_programs_are_read(tmp_path):
+    tensors = stock_shards(tmp_path)
+    assert same_tensors(slimtensors.load(tmp_path), tensors)
+    assert same_tensors(slimtensors.load(str(tmp_path / INDEX)), tensors)
+    assert slimtensors.open(tmp_path).keys() == list(tensors)
+    assert slimtensors.verify(tmp_path)
+
+
+def test_a_folder_with_one_file_of_any_name_is_read(tmp_path):
+    slimtensors.save(sample(), tmp_path / "adapter.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert slimtensors.load(tmp_path).keys() == sample().keys()
+
+
+def test_a_folder_with_one_index_of_any_name_is_read(tmp_path):
+    tensors = stock_shards(tmp_path)
+    (tmp_path / INDEX).rename(tmp_path / "diffusion.safetensors.index.json")
+    assert same_tensors(slimtensors.load(tmp_path), tensors)
+
+
+def test_the_model_is_found_among_other_files(tmp_path):
+    slimtensors.save(sample(), tmp_path / "model.safetensors")
+    slimtensors.save({"x": torch.ones(1)}, tmp_path / "adapter.safetensors")
+    assert slimtensors.load(tmp_path).keys() == sample().keys()
+
+
+def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
+    with pytest.raises(FormatError, match="no safetensors files here; it holds nothing") as caught:
+        slimtensors.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FormatError, match=r"it holds pytorch_model\.bin"):
+        slimtensors.load(tmp_path)
+
+
+def test_a_folder_with_several_candidates_asks_which(tmp_path):
+    for name in ("a", "b"):
+        slimtensors.save(sample(), tmp_path / f"{name}.safetensors")
+    with pytest.raises(FormatError, match=r"which one\? It holds a\.safetensors, b\.safetensors"):
+        slimtensors.load(tmp_path)
+
+
+@pytest.mark.parametrize("call", [slimtensors.load, slimtensors.open, slimtensors.verify])
+def test_what_does_not_exist_is_not_found(tmp_path, call):
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        call(tmp_path / "nothing.safetensors")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        call(tmp_path / "nothing.json")
+
+
+def test_a_name_that_is_not_there_is_a_key_error_that_names_both(tmp_path):
+    slimtensors.save(sample(), tmp_path / "x.safetensors")
+    archive = slimtensors.open(tmp_path / "x.safetensors")
+    assert "nope" not in archive
+    for ask in (archive.get_tensor, archive.info, archive.spec, lambda n: archive.select([n])):
+        with pytest.raises(KeyError, match=r"x\.safetensors.*'nope'"):
+            ask("nope")
+
+
+@pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
+def test_a_tensor_can_be_described_without_decoding_it(tmp_path, dialect):
+    slimtensors.save(sample(), tmp_path / "x.safetensors", dialect=dialect)
+    archive = slimtensors.open(tmp_path / "x.safetensors")
+    assert len(archive) == len(sample())
+    for name, x in sample().items():
+        spec, info = archive.spec(name), archive.info(name)
+        assert (spec.dtype, spec.shape) == (x.dtype, tuple(x.shape))
+        assert info.dense_bytes == x.nbytes
+        assert info.shape == tuple(x.shape)
+        assert info.file == str(tmp_path / "x.safetensors")
+        assert same_bits(archive.get_tensor(name), x)
+
+
+@pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
+def test_what_was_loaded_does_not_depend_on_the_file(tmp_path, dialect):
+    tensors = {**sample(), "large": bits(0, 300_000, torch.float32, 0.5), "full": torch.ones(99_999)}
+    path = tmp_path / "x.safetensors"
+    slimtensors.save(tensors, path, dialect=dialect)
+    loaded = slimtensors.load(path)
+    size = path.stat().st_size
+    with path.open("r+b") as file:  # in place, where a mapping would see it
+        file.write(b"\xff" * size)
+    assert all(same_bits(loaded[name], x) for name, x in tensors.items())
+    for x in loaded.values():
+        x.zero_()  # and it can be written
+
+
+def test_a_file_of_torch_save_is_recognized(tmp_path):
+    torch.save({"x": torch.ones(3)}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt: .*torch\.save"):
+        slimtensors.load(tmp_path / "x.pt")
+
+
+def test_every_tensor_is_yielded_once_and_in_order(tmp_path):
+    tensors = {f"t{i}": bits(i, 50_000 * (i % 3), torch.float32, 0.3) for i in range(30)}
+    slimtensors.save(tensors, tmp_path / "x.safetensors")
+    archive = slimtensors.open(tmp_path / "x.safetensors")
+    for threads in (1, 2, 7):
+        items = list(archive.items(threads=threads))
+        assert same_tensors(dict(items), tensors)
+        assert len(items) == len(tensors)
+
+
+def test_iterating_may_stop_at_any_time(tmp_path):
+    tensors = {f"t{i}": torch.ones(200_000) for i in range(12)}
+    slimtensors.save(tensors, tmp_path / "x.safetensors")
+    for stop in (1, 5):
+        items = slimtensors.open(tmp_path / "x.safetensors").items(threads=2)
+        assert [next(items)[0] for _ in range(stop)] == list(tensors)[:stop]
+        items.close()
