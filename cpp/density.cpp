@@ -68,6 +68,26 @@ std::vector<Step> make_steps() {
     return steps;
 }
 
+// Code the bits of a byte, the last one first; words are written before `at`, which is returned anew.
+inline std::uint8_t* encode_byte(unsigned byte, const Step* steps, const std::uint8_t* chance_row,
+                                 const std::uint8_t* columns, std::uint32_t* states, std::uint8_t* at) {
+    std::array<std::uint32_t, vector_lanes> lanes;  // a copy, which storing words cannot change
+    std::memcpy(lanes.data(), states, sizeof lanes);
+#pragma GCC unroll 8
+    for (std::size_t lane = vector_lanes; lane-- > 0;) {
+        const Step& step = steps[2 * chance_row[columns[lane]] + (byte >> lane & 1u)];
+        std::uint32_t state = lanes[lane];
+        if (state >= step.limit) {
+            at -= 2;
+            store(at, static_cast<std::uint16_t>(state));
+            state >>= 16;
+        }
+        lanes[lane] = step.apply(state);
+    }
+    std::memcpy(states, lanes.data(), sizeof lanes);
+    return at;
+}
+
 constexpr std::size_t state_bytes(std::size_t vectors) { return vectors * vector_lanes * 4; }
 
 // Chances of one for each column, for the row classes that occur.
@@ -114,43 +134,34 @@ void check_density_sizes(std::size_t mask_bytes, std::size_t rows, std::size_t c
 std::size_t density_encode(Bytes mask, Bytes rows, Bytes columns, Bytes chances, MutableBytes coded) {
     const Matrix matrix(mask.size(), rows, columns, chances);
     if (coded.size() < mask.size()) refuse("coded must have as much room as the mask");
-    static const std::vector<Step> steps = make_steps();
+    static const std::vector<Step> all_steps = make_steps();
     const std::size_t vectors = vectors_for(mask.size());
     std::array<std::uint32_t, most_vectors * vector_lanes> states;
     states.fill(lowest_state);
 
     // Backwards, because the decoder takes the states apart in the opposite order; from the room's end,
     // because words are read forwards.
-    std::size_t at = mask.size();
+    std::uint8_t* const start = coded.data();
+    std::uint8_t* at = start + mask.size();
+    const Step* const steps = all_steps.data();
     for (std::size_t r = matrix.rows; r-- > 0;) {
         const std::uint8_t* chance_row = chances.data() + matrix.row_class[r] * density_classes;
         for (std::size_t j = matrix.row_bytes(r); j-- > 0;) {
-            if (at < state_bytes(vectors) + vector_words) {
+            if (static_cast<std::size_t>(at - start) < state_bytes(vectors) + vector_words) {
                 copy(mask, coded);
                 return mask.size();
             }
-            const unsigned byte = mask[r * matrix.width + j];
-            std::uint32_t* const lanes = states.data() + j % vectors * vector_lanes;
-            for (std::size_t lane = vector_lanes; lane-- > 0;) {
-                const Step& step =
-                    steps[2 * chance_row[matrix.column_class[8 * j + lane]] + (byte >> lane & 1u)];
-                std::uint32_t state = lanes[lane];
-                if (state >= step.limit) {
-                    at -= 2;
-                    store(coded.data() + at, static_cast<std::uint16_t>(state));
-                    state >>= 16;
-                }
-                lanes[lane] = step.apply(state);
-            }
+            at = encode_byte(mask[r * matrix.width + j], steps, chance_row, &matrix.column_class[8 * j],
+                             states.data() + j % vectors * vector_lanes, at);
         }
     }
-    const std::size_t words = mask.size() - at;
+    const auto words = static_cast<std::size_t>(start + mask.size() - at);
     if (words + state_bytes(vectors) >= mask.size()) {
         copy(mask, coded);
         return mask.size();
     }
-    std::memmove(coded.data() + state_bytes(vectors), coded.data() + at, words);
-    std::memcpy(coded.data(), states.data(), state_bytes(vectors));
+    std::memmove(start + state_bytes(vectors), at, words);
+    std::memcpy(start, states.data(), state_bytes(vectors));
     return state_bytes(vectors) + words;
 }
 

@@ -2,6 +2,7 @@
 
 from slimtensors.sparsity.config import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 from slimtensors.sparsity.measure import Zeros, count_zeros, is_24
+from slimtensors.sparsity.positions import mask_plan
 
 __all__ = [
     "BitmaskConfig",
@@ -10,4 +11,5 @@ __all__ = [
     "Zeros",
     "count_zeros",
     "is_24",
+    "mask_plan",
 ]
