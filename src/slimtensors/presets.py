@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimtensors.codecs import Bitmask, Bitmask24, Density, Huffman, Int
+from slimtensors.codecs import Bitmask, Bitmask24, Huffman, Int
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.plan import Plan, chain, relative_error
+from slimtensors.plan import Plan, relative_error
 from slimtensors.sparsity import Zeros, count_zeros, is_24
+from slimtensors.sparsity.positions import Effort, mask_plan
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def lossless(name: str, x: Tensor) -> Choice:
     many = 0.6 if x.element_size() == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
         return Choice(Plan(Huffman()))
-    return Choice(chain(Bitmask(), mask=Huffman(), values=Huffman()), _negative_zeros(zeros))
+    return Choice(_mask_and_values(zeros, "fast"), _negative_zeros(zeros))
 
 
 def extreme(name: str, x: Tensor) -> Choice:
@@ -88,10 +89,14 @@ _TOLERATED = 0.03
 def _smallest(x: Tensor) -> Choice:
     """Choose as `lossless` does, with the smallest form of a mask instead of the fastest."""
     choice = lossless(name="", x=x)
-    plan = choice.plan
-    if plan is None or "mask" not in plan.then:
+    if choice.plan is None or choice.plan.codec != Bitmask():
         return choice
-    return replace(choice, plan=Plan(plan.codec, {**plan.then, "mask": Plan(Density())}))
+    return replace(choice, plan=_mask_and_values(count_zeros(x), "max"))
+
+
+def _mask_and_values(zeros: Zeros, effort: Effort) -> Plan:
+    mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
+    return Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(Huffman())})
 
 
 PRESETS: Mapping[str, Chooser] = {

@@ -18,10 +18,10 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["plan", "container", "sparsity"],
+    *["tree", "plan", "container", "sparsity"],
     *["summary", "presets", "dialects"],
     "archive",
-    *["formats", "folder", "model"],
+    *["delta", "formats", "folder", "model"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
