@@ -1,7 +1,6 @@
 """Files as bytes: taken apart, forged, and loaded in a process of their own."""
 
 import json
-import resource
 import struct
 import subprocess
 import sys
@@ -162,11 +161,6 @@ def outcomes(paths: list[Path], good: Path, *, memory: int = 64 << 20) -> list[s
 def leftovers(folder: Path) -> list[str]:
     """List the temporary files that are still in a folder."""
     return sorted(path.name for path in folder.rglob("*slimtensors-*"))
-
-
-def limit_file_size(size: int) -> None:
-    """Let writes past `size` bytes fail in this process."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def _text(data: object) -> str:

@@ -111,6 +111,7 @@ print(json.dumps(most))
 
 @pytest.mark.parametrize("preset", ["sparse", "dense"])
 @pytest.mark.parametrize(("count", "size"), [(8, 32 * MB), (1300, 200_000)], ids=["large", "small"])
+@pytest.mark.slow
 def test_pages_of_the_file_are_given_back_after_use(tmp_path, preset, count, size):
     path = tmp_path / "x.safetensors"
     most = numbers(ITERATE, path, preset, count, size // 2)
