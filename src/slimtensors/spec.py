@@ -170,9 +170,17 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.device.type == "meta":
         raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
-    if x.numel() and not x.untyped_storage().nbytes():
-        raise UnsupportedTensorError(f"{name}: its memory has been freed")
+    if _extent(x) > x.untyped_storage().nbytes():
+        raise UnsupportedTensorError(f"{name}: its memory has been freed, or some of it")
     return x
+
+
+def _extent(x: Tensor) -> int:
+    """Return how many bytes of its storage a tensor reaches."""
+    if not x.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset() + last + 1) * x.element_size()
 
 
 def on_cpu(x: Tensor) -> Tensor:

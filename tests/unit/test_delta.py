@@ -14,7 +14,6 @@ from slimtensors.delta import add_difference, diff, difference, restore
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.spec import DTYPES
 
-
 NUMBERS = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
 
 
@@ -65,7 +64,7 @@ def models(tmp_path):
 
 
 def test_a_delta_and_its_base_give_the_model_bit_for_bit(models):
-    base, new, folder = models
+    _, new, folder = models
     summary = diff(folder / "new.safetensors", folder / "base.safetensors", folder / "delta")
     assert "frozen" not in {t.name for t in summary.tensors}
     restore(folder / "delta", folder / "base.safetensors", folder / "back")
@@ -82,7 +81,7 @@ def test_few_changes_cost_little(models):
 
 
 def test_another_base_is_refused_by_name_and_nothing_is_written(models):
-    base, new, folder = models
+    base, _, folder = models
     diff(folder / "new.safetensors", folder / "base.safetensors", folder / "delta")
     base["frozen"][7, 7] += 1
     slimtensors.save(base, folder / "other.safetensors")

@@ -47,7 +47,7 @@ def test_the_plan_is_within_a_hundredth_of_the_best(share, dtype):
 
 def masked_plan():
     coded = presets.Huffman()
-    return presets.chain(presets.Bitmask(), mask=coded, values=coded)
+    return slimtensors.chain(presets.Bitmask(), mask=coded, values=coded)
 
 
 def test_negative_zeros_are_kept_and_mentioned():

@@ -102,4 +102,10 @@ def _is_checksum(number: object) -> bool:
 
 
 def _is_table_of_text(table: object) -> bool:
-    return isinstance(table, dict) and all(isinstance(word, str) for word in table.values())
+    if not isinstance(table, dict) or not all(isinstance(word, str) for word in table.values()):
+        return False
+    try:
+        "".join((*table, *table.values())).encode()
+    except UnicodeEncodeError:  # half a character, written as an escape
+        return False
+    return True
