@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 _SMALL = 256 << 10
 """Bytes below which handing work to a thread costs more than doing it."""
-_IN_FLIGHT = 96 << 20
+_IN_FLIGHT = 64 << 20
 """Bytes of tensors that may be under way at once; one may always be."""
 
 
