@@ -26,7 +26,7 @@ constexpr std::uint32_t chance_of_one(unsigned code) {
 
 // More states are faster but cost three bytes each, so short masks use fewer.
 constexpr std::size_t vectors_for(std::size_t mask_bytes) {
-    return mask_bytes < std::size_t{1} << 14 ? 1 : mask_bytes < std::size_t{1} << 17 ? 2 : most_vectors;
+    return mask_bytes < std::size_t{1} << 15 ? 1 : mask_bytes < std::size_t{1} << 17 ? 2 : most_vectors;
 }
 
 // Throws std::invalid_argument unless the sizes fit together as density.h says.

@@ -20,7 +20,7 @@ std::vector<std::uint8_t> repeat(const std::vector<std::uint8_t>& piece, std::si
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
     fuzz::Input input(data, size);
-    constexpr std::size_t sizes[] = {200, 5000, 1 << 14, 1 << 17};
+    constexpr std::size_t sizes[] = {200, 5000, 1 << 15, 1 << 17};
     const std::size_t width = 1 + input.number(100);
     const std::size_t mask_size = sizes[input.number(4)] + input.number(200);
     const bool damage = input.number(2) == 1;
