@@ -1,7 +1,8 @@
 """Bitmask coding of one 4096 x 4096 tensor on one thread, in memory that is already mapped.
 
 Claims: decoding is at least 20 times as fast as compressed-tensors 0.14.0.1 and no slower than
-memcpy of the dense bytes; encoding is at least 20 times as fast as compressed-tensors.
+memcpy of the dense bytes; encoding is at least 20 times as fast as compressed-tensors. They are
+judged by CPU time: a peer's long runs catch more of what others do on the machine than our short.
 
 "kernel" calls the C++ functions on the whole tensor, reading and writing memory that exists.
 Caches are "warm" after four runs of the same call, "cold" after a sweep through other memory.
@@ -65,15 +66,15 @@ def run(
         named = f"{title}, caches {state}"
         report.table(named, timings, size=x.nbytes, against=DENSE_COPY)
         if claimed:
-            claim(report, named, {case: timing.best for case, timing in timings.items()})
+            claim(report, named, {case: timing.busy for case, timing in timings.items()})
 
 
-def claim(report: Report, title: str, best: dict[str, float]) -> None:
-    decode, encode = peers(best)
-    report.at_least(f"{title}: decode against {PEER}", best[decode] / best[DECODE], 20)
-    report.at_least(f"{title}: decode against memcpy", best[DENSE_COPY] / best[DECODE], 1)
-    report.at_least(f"{title}: encode against {PEER}", best[encode] / best[ENCODE], 20)
-    codec = best[encode] / best["encode, codec"]
+def claim(report: Report, title: str, cpu: dict[str, float]) -> None:
+    decode, encode = peers(cpu)
+    report.at_least(f"{title}: decode against {PEER}", cpu[decode] / cpu[DECODE], 20)
+    report.at_least(f"{title}: decode against memcpy", cpu[DENSE_COPY] / cpu[DECODE], 1)
+    report.at_least(f"{title}: encode against {PEER}", cpu[encode] / cpu[ENCODE], 20)
+    codec = cpu[encode] / cpu["encode, codec"]
     report.at_least(f"{title}: encode, whole codec, against {PEER}", codec, 20)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,6 +49,11 @@ class Timing:
         return min(self.wall)
 
     @property
+    def busy(self) -> float:
+        """The shortest CPU time: on one thread, what others on the machine disturb least."""
+        return min(self.cpu)
+
+    @property
     def median(self) -> float:
         """The median wall time."""
         return statistics.median(self.wall)
@@ -59,7 +63,7 @@ class Timing:
         return {
             "wall_min": self.best,
             "wall_median": self.median,
-            "cpu_min": min(self.cpu),
+            "cpu_min": self.busy,
             "cpu_median": statistics.median(self.cpu),
         }
 
@@ -78,7 +82,7 @@ def interleaved(
 
     Each timed run follows `warm` runs of the same case that are not timed (one of a slow case), so
     that none depends on what another left in the caches; without any, on a sweep through memory
-    that leaves nothing of use there.
+    that leaves nothing of use there. The garbage collector is off, as it is in `timeit`.
     """
     timings = {name: Timing() for name in cases}
     limits = {name: (slow or {}).get(name, repeats) for name in cases}
@@ -264,7 +268,6 @@ def machine() -> dict[str, Any]:
         ),
         platform.machine(),
     )
-    commit = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -273,7 +276,8 @@ def machine() -> dict[str, Any]:
         "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip(),
+        # Of what run.sh installed: the working tree may have changed since.
+        "commit": os.environ.get("BENCH_COMMIT", "unknown, not started by run.sh"),
     }
 
 

@@ -13,6 +13,8 @@ if [ ! -e $venv/peers ]; then
     $pip --no-deps compressed-tensors==0.14.0.1
     touch $venv/peers
 fi
+BENCH_COMMIT=$(git describe --always --dirty)
+export BENCH_COMMIT
 # A build folder of its own: `make test` may be using the other one.
 $pip --no-deps --force-reinstall --config-settings=build-dir=$venv/build .
 

@@ -8,6 +8,7 @@
 #include "cpu.h"
 #include "crc32c.h"
 #include "density.h"
+#include "difference.h"
 #include "gaps.h"
 #include "huffman.h"
 #include "mask24.h"
@@ -83,6 +84,19 @@ NB_MODULE(_core, m) {
             huffman_decode(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
         },
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
+
+    m.def(
+        "difference",
+        [](const In& items, const In& base, std::size_t itemsize, bool floats, const Out& out) {
+            difference(items.bytes, base.bytes, itemsize, floats, out.bytes);
+        },
+        "items"_a, "base"_a, "itemsize"_a, "floats"_a, "out"_a, no_gil);
+    m.def(
+        "add_difference",
+        [](const In& diff, const In& base, std::size_t itemsize, bool floats, const Out& items) {
+            add_difference(diff.bytes, base.bytes, itemsize, floats, items.bytes);
+        },
+        "difference"_a, "base"_a, "itemsize"_a, "floats"_a, "items"_a, no_gil);
 
     m.def(
         "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,

@@ -39,6 +39,9 @@ struct Layout {
         return std::min(huffman_chunk, items - chunk * huffman_chunk);
     }
     std::size_t item_at(std::size_t chunk) const { return chunk * huffman_chunk * planes; }
+    Bytes chunk_items(Bytes items, std::size_t chunk) const {  // none after the last one
+        return chunk < chunks ? items.subspan(item_at(chunk), count(chunk) * planes) : Bytes{};
+    }
     std::size_t size_at(std::size_t chunk, std::size_t plane) const {
         return chunk * row_bytes() + (1 + plane) * sizeof(std::uint32_t);
     }
@@ -73,12 +76,18 @@ Stored how_stored(std::size_t bytes, std::size_t count) {
     return bytes == count ? Stored::raw : bytes == 1 ? Stored::constant : Stored::coded;
 }
 
-ByteCounts count_bytes(const std::uint8_t* bytes, std::size_t count) {
+struct Here {};  // for Ahead
+
+ByteCounts count_bytes(const std::uint8_t* bytes, std::size_t count, Bytes soon = {}) {
     std::array<ByteCounts, 4> parts{};  // equal neighbours would wait for each other in one
+    Ahead<Here, false, 1> ahead(soon);
     std::size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        const std::uint64_t word = load<std::uint64_t>(bytes + i);
-        for (unsigned k = 0; k < 8; ++k) ++parts[k % 4][word >> 8 * k & 255u];
+    for (; i + 16 <= count; i += 16) {
+        for (std::size_t half = 0; half < 16; half += 8) {
+            const std::uint64_t word = load<std::uint64_t>(bytes + i + half);
+            for (unsigned k = 0; k < 8; ++k) ++parts[k % 4][word >> 8 * k & 255u];
+        }
+        ahead.fetch();
     }
     for (; i < count; ++i) ++parts[0][bytes[i]];
     for (std::size_t byte = 0; byte < 256; ++byte)
@@ -97,6 +106,14 @@ bool looks_even(const std::uint8_t* items, std::size_t count, ItemKind kind, std
     std::uint64_t squares = 0;
     for (const std::uint64_t n : count_bytes(sample, sampled)) squares += n * n;
     return squares < sampled * sampled / 256 * 17 / 16 + sampled;
+}
+
+CodeLengths choose_code(const ByteCounts& counts) {
+    const CodeLengths usual = best_code(counts, usual_longest_code);
+    if (longest_of(usual) < usual_longest_code) return usual;
+    const CodeLengths longer = best_code(counts, longest_code);
+    const std::uint64_t bits = coded_bits(counts, usual);
+    return coded_bits(counts, longer) < bits - bits / 512 ? longer : usual;
 }
 
 std::size_t coded_size(const ByteCounts& counts, const CodeLengths& lengths) {
@@ -135,11 +152,11 @@ void huffman_survey(Bytes items, ItemKind kind, MutableBytes codes, MutableBytes
             std::size_t bytes = count;
             if (!looks_even(from, count, kind, j)) {
                 const std::uint8_t* plane = one_plane(from, count, kind, j);
-                const ByteCounts counts = count_bytes(plane, count);
+                const ByteCounts counts = count_bytes(plane, count, layout.chunk_items(items, c + 1));
                 if (counts[plane[0]] == count) {
                     bytes = 1;
                 } else {
-                    const CodeLengths lengths = best_code(counts);
+                    const CodeLengths lengths = choose_code(counts);
                     const std::size_t coded = coded_size(counts, lengths);
                     if (coded + worthwhile(count) < count) {
                         bytes = coded;
@@ -157,26 +174,27 @@ namespace {
 class PlaneEncoder {
   public:
     void encode(const std::uint8_t* items, std::size_t count, ItemKind kind, std::size_t j, Bytes code,
-                MutableBytes to) {
+                MutableBytes to, const Soon& soon) {
         switch (how_stored(to.size(), count)) {
             case Stored::raw:
                 return take_plane(items, count, kind, j, to.data());
             case Stored::constant:
                 return take_plane(items, 1, kind, j, to.data());
             case Stored::coded:
-                return encode_coded(one_plane(items, count, kind, j), count, code, to);
+                return encode_coded(one_plane(items, count, kind, j), count, code, to, soon);
         }
     }
 
   private:
-    void encode_coded(const std::uint8_t* plane, std::size_t count, Bytes code, MutableBytes to) {
+    void encode_coded(const std::uint8_t* plane, std::size_t count, Bytes code, MutableBytes to,
+                      const Soon& soon) {
         CodeLengths lengths;
         std::copy(code.begin(), code.end(), lengths.begin());
         if (!is_complete(lengths)) refuse("codes were not surveyed");
         build_encode_table(lengths, table_);
         std::uint8_t packed[longest_packed_code];
         const std::size_t packed_bytes = pack_code(lengths, packed);
-        const StreamSizes sizes = stream_kernels().encode(table_, plane, count, streams_.get());
+        const StreamSizes sizes = stream_kernels().encode(table_, plane, count, streams_.get(), soon);
 
         std::size_t need = packed_bytes + sizes_bytes;
         for (const std::size_t size : sizes) need += size;
@@ -205,11 +223,13 @@ void huffman_encode(Bytes items, ItemKind kind, Bytes codes, MutableBytes rows, 
     thread_local PlaneEncoder encoder;  // kept like the scratch planes
     for (std::size_t c = 0; c < layout.chunks; ++c) {
         const MutableBytes chunk = data.first(layout.chunk_size(rows, c));
+        const std::size_t next = c + 1 < layout.chunks ? layout.chunk_size(rows, c + 1) : 0;
         std::size_t at = 0;
         for (std::size_t j = 0; j < layout.planes; ++j) {
             const std::size_t bytes = layout.size(rows, c, j);
+            const Soon soon{data.subspan(at, chunk.size() - at + next), layout.chunk_items(items, c + 1)};
             encoder.encode(items.data() + layout.item_at(c), layout.count(c), kind, j,
-                           codes.subspan(layout.code_at(c, j), 256), chunk.subspan(at, bytes));
+                           codes.subspan(layout.code_at(c, j), 256), chunk.subspan(at, bytes), soon);
             at += bytes;
         }
         store(rows.data() + c * layout.row_bytes(), layout.checksum(rows, c, chunk));

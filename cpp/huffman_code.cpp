@@ -6,7 +6,7 @@
 namespace slimtensors {
 namespace {
 
-constexpr std::uint8_t short_run = 12, long_run = 13;
+constexpr std::uint8_t short_run = 13, long_run = 14;
 constexpr std::size_t shortest_short = 2, shortest_long = 18;
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
@@ -49,7 +49,7 @@ class NibbleReader {
 // Package-merge (Larmore and Hirschberg 1990). A list of one level holds the bytes and the pairs of the list
 // before, by weight. Taking 2 n - 2 of the last list, a byte's code is as long as it was taken often: itself
 // and in pairs. Only how many bytes each list's front contains has to be remembered.
-CodeLengths best_code(const ByteCounts& counts) {
+CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
     std::array<std::uint64_t, 256> leaf;  // count and byte in one number: sorts by both
     std::size_t leaves = 0;
     for (std::size_t byte = 0; byte < 256; ++byte)
@@ -59,7 +59,7 @@ CodeLengths best_code(const ByteCounts& counts) {
     std::array<std::uint64_t, 512> list{}, pairs{};
     std::array<std::array<bool, 512>, longest_code> is_leaf;
     std::size_t size = 0;
-    for (unsigned level = 0; level < longest_code; ++level) {
+    for (unsigned level = 0; level < longest; ++level) {
         const std::size_t pair_count = size / 2;
         for (std::size_t i = 0; i < pair_count; ++i) pairs[i] = list[2 * i] + list[2 * i + 1];
         std::size_t from_leaf = 0, from_pair = 0;
@@ -73,7 +73,7 @@ CodeLengths best_code(const ByteCounts& counts) {
 
     CodeLengths lengths{};
     std::size_t taken = 2 * leaves - 2;
-    for (unsigned level = longest_code; level-- > 0;) {
+    for (unsigned level = longest; level-- > 0;) {
         std::size_t taken_leaves = 0;
         for (std::size_t i = 0; i < taken; ++i) taken_leaves += is_leaf[level][i];
         for (std::size_t i = 0; i < taken_leaves; ++i) ++lengths[leaf[i] & 255u];
@@ -81,6 +81,8 @@ CodeLengths best_code(const ByteCounts& counts) {
     }
     return lengths;
 }
+
+unsigned longest_of(const CodeLengths& lengths) { return *std::max_element(lengths.begin(), lengths.end()); }
 
 bool is_complete(const CodeLengths& lengths) {
     std::uint32_t used = 0;

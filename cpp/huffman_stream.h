@@ -1,6 +1,7 @@
 #pragma once
 #include <memory>
 
+#include "ahead.h"
 #include "huffman_code.h"
 
 namespace slimtensors {
@@ -16,13 +17,14 @@ using StreamSizes = std::array<std::size_t, stream_count>;  // in bytes
 // Bytes of room in front of the streams that may be read, though never used.
 inline constexpr std::size_t stream_margin = 8;
 
-// Entry (1 << longest_code) + w: what to do when the next bits are w. The low byte is how many bits to drop,
-// the next one how many bytes they stand for, the others those bytes, the first one on top. The entries
-// before are the same for fewer known bits, which is how the table is built.
+// Entry (1 << known) + w: what to do when the next bits are w, of which there are `known`. The low byte is
+// how many bits to drop, the next one how many bytes they stand for, the others those bytes, the first one on
+// top. The entries before are the same for fewer known bits, which is how the table is built.
 struct DecodeTable {
     static constexpr std::size_t most_bytes = 6;
     alignas(64) std::array<std::uint64_t, std::size_t{2} << longest_code> entries;
     CodeLengths lengths;
+    unsigned known;
 };
 
 // A code word on top of its 64 bits and its length at the bottom; `pairs` for two bytes, low one first.
@@ -32,19 +34,13 @@ struct EncodeTable {
     bool has_pairs;  // not worth their making for codes of many bytes
 };
 
-// Memory that the caller will use after decoding a plane. Decoding keeps the processor busy and the memory
-// idle, so this is fetched meanwhile.
-struct Soon {
-    Bytes written, read;
-};
-
 struct StreamKernels {
     // From the lengths of a complete code.
     void (*build)(const CodeLengths& lengths, DecodeTable& table);
 
     // Code `count` bytes into five buffers of `stream_room(count)` bytes each.
     StreamSizes (*encode)(const EncodeTable& table, const std::uint8_t* bytes, std::size_t count,
-                          std::uint8_t* buffers);
+                          std::uint8_t* buffers, const Soon& soon);
 
     // Fill `bytes`. Sizes are at least 1. False if the streams are not exactly `count` codes. Stays inside of
     // streams, margin and bytes whatever the streams contain.

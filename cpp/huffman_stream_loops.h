@@ -10,9 +10,6 @@ namespace slimtensors {
 template <class Unit>
 struct StreamLoops {
     using Table = const std::uint64_t*;
-    static constexpr std::size_t round_codes = 5;  // 55 bits, which one load always provides
-    static constexpr std::size_t round_bytes = round_codes * DecodeTable::most_bytes;
-    static constexpr std::size_t round_input = 7;  // bytes by which one round moves at most
     static constexpr std::uint64_t bytes_of_entry = ~std::uint64_t{0xffff};
 
     // Put a byte in front of what an entry stands for.
@@ -30,11 +27,12 @@ struct StreamLoops {
         const std::size_t used = start[longest_code + 1];
         for (std::size_t byte = 0; byte < 256; ++byte)
             if (lengths[byte] != 0) ordered[start[lengths[byte]]++] = static_cast<std::uint8_t>(byte);
-        const bool may_overflow = lengths[ordered[0]] == 1;  // else eleven bits hold at most five bytes
+        const bool may_overflow = lengths[ordered[0]] == 1;  // else twelve bits hold at most six bytes
+        table.known = lengths[ordered[used - 1]] > usual_longest_code ? longest_code : usual_longest_code;
 
         std::uint64_t* entries = table.entries.data();
         entries[0] = entries[1] = 0;
-        for (unsigned known = 1; known <= longest_code; ++known) {
+        for (unsigned known = 1; known <= table.known; ++known) {
             std::uint64_t* to = entries + (std::size_t{1} << known);
             std::uint64_t* const end = to + (std::size_t{1} << known);
             for (std::size_t i = 0; i < used; ++i) {
@@ -60,7 +58,12 @@ struct StreamLoops {
 
     // Where reading one stream has got to. `bits` are top-aligned; the lowest one is a mark that shows how
     // many have been used since `at` was loaded.
+    template <unsigned known>
     struct Reader {
+        static constexpr std::size_t round_codes = 55 / known;  // one load always provides 55 bits
+        static constexpr std::size_t round_bytes = round_codes * DecodeTable::most_bytes;
+        static constexpr std::size_t round_input = 7;  // bytes by which one round moves at most
+
         std::uint64_t bits;
         const std::uint8_t* at;
         const std::uint8_t* low;  // `at` never goes below
@@ -75,7 +78,7 @@ struct StreamLoops {
             return top >> 56 != 0;
         }
         void decode(Table entries) {
-            const std::uint64_t entry = entries[bits >> (64 - longest_code)];
+            const std::uint64_t entry = entries[bits >> (64 - known)];
             bits <<= entry & 63u;
             store(to - 8, entry);
             to -= static_cast<std::uint8_t>(entry >> 8);
@@ -99,7 +102,7 @@ struct StreamLoops {
             }
             while (left() != 0) {
                 for (std::size_t r = 0; r < round_codes && left() != 0; ++r) {
-                    const auto byte = static_cast<std::uint8_t>(entries[bits >> (64 - longest_code)] >> 56);
+                    const auto byte = static_cast<std::uint8_t>(entries[bits >> (64 - known)] >> 56);
                     bits <<= lengths[byte];
                     *--to = byte;
                 }
@@ -110,26 +113,19 @@ struct StreamLoops {
         }
     };
 
-    // Fetches a few cache lines per round; as many as a round's time lets the memory deliver.
-    template <int for_writing>
-    struct Ahead {
-        static constexpr std::size_t line = 64, lines = for_writing ? 3 : 2;
-        const std::uint8_t* at;
-        const std::uint8_t* end;
-
-        explicit Ahead(Bytes bytes)
-            : at(bytes.data()), end(at + bytes.size() / (lines * line) * (lines * line)) {}
-        void fetch() {
-            if (at == end) return;
-            for (std::size_t k = 0; k < lines; ++k) __builtin_prefetch(at + k * line, for_writing, 2);
-            at += lines * line;
-        }
-    };
-
     static bool decode(const DecodeTable& table, const std::uint8_t* streams, const StreamSizes& sizes,
                        std::uint8_t* bytes, std::size_t count, const Soon& soon) {
-        Table entries = table.entries.data() + (std::size_t{1} << longest_code);
-        Reader readers[stream_count];
+        const auto decode =
+            table.known == longest_code ? decode_knowing<longest_code> : decode_knowing<usual_longest_code>;
+        return decode(table, streams, sizes, bytes, count, soon);
+    }
+
+    template <unsigned known>
+    static bool decode_knowing(const DecodeTable& table, const std::uint8_t* streams,
+                               const StreamSizes& sizes, std::uint8_t* bytes, std::size_t count,
+                               const Soon& soon) {
+        Table entries = table.entries.data() + (std::size_t{1} << known);
+        Reader<known> readers[stream_count];
         const std::size_t fifth = count / stream_count;
         bool good = true;
         for (std::size_t s = 0; s < stream_count; ++s) {
@@ -140,15 +136,15 @@ struct StreamLoops {
         }
         if (!good) return false;
         static_assert(stream_count == 5);
-        Ahead<1> written(soon.written);
-        Ahead<0> read(soon.read);
-        Reader a = readers[0], b = readers[1], c = readers[2], d = readers[3], e = readers[4];
+        Ahead<Unit, true, 3> written(soon.written);
+        Ahead<Unit, false, 2> read(soon.read);
+        Reader<known> a = readers[0], b = readers[1], c = readers[2], d = readers[3], e = readers[4];
         const auto least = [](std::size_t x, std::size_t y) { return x < y ? x : y; };
         while (std::size_t rounds =
                    least(a.rounds(), least(least(b.rounds(), c.rounds()), least(d.rounds(), e.rounds())))) {
             do {
 #pragma GCC unroll 5
-                for (std::size_t r = 0; r < round_codes; ++r) {
+                for (std::size_t r = 0; r < Reader<known>::round_codes; ++r) {
                     a.decode(entries), b.decode(entries), c.decode(entries), d.decode(entries);
                     e.decode(entries);
                 }
@@ -157,7 +153,7 @@ struct StreamLoops {
             } while (--rounds != 0);
         }
         readers[0] = a, readers[1] = b, readers[2] = c, readers[3] = d, readers[4] = e;
-        for (Reader& reader : readers) good &= reader.finish(entries, table.lengths);
+        for (Reader<known>& reader : readers) good &= reader.finish(entries, table.lengths);
         return good;
     }
 
@@ -180,7 +176,7 @@ struct StreamLoops {
         }
     };
 
-    // Four bytes of one stream: at most 44 bits on top of the 7 that a flush leaves, clear of the lengths
+    // Four bytes of one stream: at most 48 bits on top of the 7 that a flush leaves, clear of the lengths
     // below.
     static constexpr std::size_t step = 4;
     template <bool in_pairs>
@@ -196,18 +192,25 @@ struct StreamLoops {
     }
 
     template <bool in_pairs>
-    static void encode_common(Table codes, Writer* writers, std::size_t steps) {
+    static void encode_common(Table codes, Writer* writers, std::size_t steps, const Soon& soon) {
+        Ahead<Unit, true, 1> written(soon.written);
+        Ahead<Unit, false, 1> read(soon.read);
         Writer a = writers[0], b = writers[1], c = writers[2];
-        for (std::size_t i = 0; i < steps; ++i)
+        for (std::size_t i = 0; i < steps; ++i) {
             advance<in_pairs>(codes, a), advance<in_pairs>(codes, b), advance<in_pairs>(codes, c);
+            written.fetch();
+        }
         writers[0] = a, writers[1] = b, writers[2] = c;
         Writer d = writers[3], e = writers[4];
-        for (std::size_t i = 0; i < steps; ++i) advance<in_pairs>(codes, d), advance<in_pairs>(codes, e);
+        for (std::size_t i = 0; i < steps; ++i) {
+            advance<in_pairs>(codes, d), advance<in_pairs>(codes, e);
+            read.fetch();
+        }
         writers[3] = d, writers[4] = e;
     }
 
     static StreamSizes encode(const EncodeTable& table, const std::uint8_t* bytes, std::size_t count,
-                              std::uint8_t* buffers) {
+                              std::uint8_t* buffers, const Soon& soon) {
         const std::size_t fifth = count / stream_count, room = stream_room(count);
         Writer writers[stream_count];
         for (std::size_t s = 0; s < stream_count; ++s) {
@@ -215,9 +218,9 @@ struct StreamLoops {
             writers[s].to = buffers + s * room;
         }
         if (table.has_pairs)
-            encode_common<true>(table.pairs.get(), writers, fifth / step);
+            encode_common<true>(table.pairs.get(), writers, fifth / step, soon);
         else
-            encode_common<false>(table.singles.data(), writers, fifth / step);
+            encode_common<false>(table.singles.data(), writers, fifth / step, soon);
         StreamSizes sizes;
         for (std::size_t s = 0; s < stream_count; ++s) {
             Writer& writer = writers[s];

@@ -1,7 +1,6 @@
 """Files as bytes: taken apart, forged, and loaded in a process of their own."""
 
 import json
-import resource
 import struct
 import subprocess
 import sys
@@ -85,9 +84,10 @@ def blob_file(raw: bytes, name: str = "x") -> bytes:
     return joined({name: entry}, raw)
 
 
-def sealed(manifest: dict[str, Any]) -> str:
+def sealed(manifest: dict[str, Any], *, ensure_ascii: bool = False) -> str:
     """Return the text of a manifest with the checksum that belongs to it."""
-    body = _text({k: v for k, v in manifest.items() if k != "crc32c"})[:-1]
+    kept = {key: value for key, value in manifest.items() if key != "crc32c"}
+    body = json.dumps(kept, separators=(",", ":"), ensure_ascii=ensure_ascii)[:-1]
     raw = body.encode("utf-8", "surrogatepass")
     return f'{body},"crc32c":{_core.crc32c(raw)}}}'
 
@@ -161,11 +161,6 @@ def outcomes(paths: list[Path], good: Path, *, memory: int = 64 << 20) -> list[s
 def leftovers(folder: Path) -> list[str]:
     """List the temporary files that are still in a folder."""
     return sorted(path.name for path in folder.rglob("*slimtensors-*"))
-
-
-def limit_file_size(size: int) -> None:
-    """Let writes past `size` bytes fail in this process."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def _text(data: object) -> str:

@@ -3,7 +3,8 @@
 from importlib.metadata import version
 
 from slimtensors.archive import Archive, Verification, inspect, load, open, save, verify
-from slimtensors.codecs import Bitmask, Bitmask24, Dense
+from slimtensors.codecs import Bitmask, Bitmask24, Dense, Density, Gaps, Huffman, Int
+from slimtensors.delta import diff, restore
 from slimtensors.formats import load_compressed, save_compressed
 from slimtensors.model import save_compressed_model
 from slimtensors.plan import Plan, chain
@@ -18,16 +19,22 @@ __all__ = [
     "Bitmask24",
     "BitmaskConfig",
     "Dense",
+    "Density",
+    "Gaps",
+    "Huffman",
+    "Int",
     "Plan",
     "Sparse24BitmaskConfig",
     "SparsityConfig",
     "Summary",
     "Verification",
     "chain",
+    "diff",
     "inspect",
     "load",
     "load_compressed",
     "open",
+    "restore",
     "save",
     "save_compressed",
     "save_compressed_model",

@@ -59,6 +59,19 @@ def mask24_pack(mask: Buffer, codes: MutableBuffer) -> None:
 def mask24_unpack(codes: Buffer, mask: MutableBuffer) -> None:
     """Undo `mask24_pack`. Codes it cannot have written are refused; `mask` is then unspecified."""
 
+def difference(
+    items: Buffer, base: Buffer, itemsize: int, floats: bool, out: MutableBuffer
+) -> None:
+    """Write how `items` differ from `base`: unsigned numbers of the same width, 0 where equal.
+
+    Floats are compared in the order of their values, so that neighbours differ by one.
+    """
+
+def add_difference(
+    difference: Buffer, base: Buffer, itemsize: int, floats: bool, items: MutableBuffer
+) -> None:
+    """Undo `difference`."""
+
 HUFFMAN_CHUNK: int
 """Items of a chunk of the functions below, which code bytes in chunks that stand alone.
 

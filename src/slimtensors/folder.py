@@ -16,6 +16,7 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.container import (
+    SINGLE,
     Place,
     StrPath,
     local,
@@ -24,6 +25,7 @@ from slimtensors.container import (
     write_index,
     write_json,
 )
+from slimtensors.delta import diff, restore
 from slimtensors.errors import ConfigError
 from slimtensors.presets import Choice, Chooser
 from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
@@ -132,6 +134,38 @@ class _How:
     max_shard_size: int | str | None
     threads: int | None
     progress: Progress | None
+
+
+def diff_folder(
+    new: StrPath,
+    base: StrPath,
+    target: StrPath,
+    *,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write a folder whose weights are a delta from `base`, with the other files of `new`."""
+    with _new_folder(local(target), replace=replace) as folder:
+        summary = diff(new, base, folder / SINGLE, threads=threads, progress=progress)
+        _copy_others(place(new), folder)
+    return summary
+
+
+def restore_folder(
+    delta: StrPath,
+    base: StrPath,
+    target: StrPath,
+    *,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Summary:
+    """Write the folder that `diff_folder` was given, its weights plain."""
+    with _new_folder(local(target), replace=replace) as folder:
+        summary = restore(delta, base, folder / SINGLE, threads=threads, progress=progress)
+        _copy_others(place(delta), folder)
+    return summary
 
 
 def limited(choose: Chooser, keep: Keep) -> Chooser:
@@ -260,7 +294,10 @@ def _restored(config: Json) -> Json:
         if not isinstance(section, dict):
             continue
         if section.get("quant_method") == "slimtensors" or section.keys() <= _SPARSE_ONLY:
-            kept |= section.get("before", {})
+            before = section.get("before", {})
+            if not isinstance(before, dict):
+                raise ConfigError(f"config.json: {key}: 'before' is not a table")
+            kept |= before
         else:
             kept[key] = section  # the weights are still quantized
     return kept

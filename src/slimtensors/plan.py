@@ -28,6 +28,12 @@ class Plan:
         inner = ", ".join(f"{part}={plan}" for part, plan in self.then.items())
         return f"{self.codec.name}({inner})" if inner else self.codec.name
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether decoding gives other numbers than were encoded."""
+        lossy = getattr(self.codec, "lossy", False)
+        return lossy or any(plan.is_lossy for plan in self.then.values())
+
     def to_json(self) -> Json:
         """Return the JSON form, which `from_json` reads back."""
         data: Json = {"codec": codecs.to_json(self.codec)}
@@ -101,6 +107,16 @@ def decode(encoded: Encoded, each: Each = serially) -> Tensor:
         return codec.decode(parts, encoded.spec)
     except KeyError as error:
         raise CorruptFileError(f"codec {codec.name!r} lacks its part {error}") from error
+
+
+def relative_error(plan: Plan, x: Tensor) -> float | None:
+    """Return the RMS error that `plan` makes, relative to the RMS of `x`; none if lossless."""
+    if not plan.is_lossy:
+        return None
+    lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
+    values = x.double()
+    error = decode(encode(Plan(plan.codec, lossy), x)).double() - values
+    return float(error.norm() / values.norm()) if values.any() else 0.0
 
 
 def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = "") -> Json:

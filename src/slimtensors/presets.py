@@ -1,14 +1,16 @@
 """Presets: named rules that choose a plan for each tensor."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from slimtensors.codecs import Bitmask, Bitmask24, Huffman
+from slimtensors.codecs import Bitmask, Bitmask24, Huffman, Int
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.plan import Plan, chain
+from slimtensors.plan import Plan, relative_error
 from slimtensors.sparsity import Zeros, count_zeros, is_24
+from slimtensors.sparsity.positions import Effort, mask_plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,42 @@ def lossless(name: str, x: Tensor) -> Choice:
     many = 0.6 if x.element_size() == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
         return Choice(Plan(Huffman()))
-    return Choice(chain(Bitmask(), mask=Huffman(), values=Huffman()), _negative_zeros(zeros))
+    return Choice(_mask_and_values(zeros, "fast"), _negative_zeros(zeros))
+
+
+def extreme(name: str, x: Tensor) -> Choice:
+    """Round matrices of floats to 8-bit integers, and store these in as few bits as they allow.
+
+    Lossy; vectors, integers and what is not finite stay exact. Zeros stay zero. There is one scale
+    for all of a tensor, as in `torch.ao`'s dynamic quantization, or one per row where a few large
+    weights would cost the others too much.
+    """
+    if x.dim() < 2 or not x.is_floating_point() or x.element_size() == 1:
+        return _smallest(x)
+    if not torch.isfinite(x).all():
+        return replace(_smallest(x), note="holds NaN or infinity and is kept exact")
+    rounding = Int(8)
+    if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:
+        rounding = Int(8, per_row=True)
+    q = _smallest(rounding.encode(x)["q"]).plan
+    return Choice(Plan(rounding, {"q": q} if q else {}))
+
+
+_TOLERATED = 0.03
+"""Relative RMS error that one scale per tensor may cause."""
+
+
+def _smallest(x: Tensor) -> Choice:
+    """Choose as `lossless` does, with the smallest form of a mask instead of the fastest."""
+    choice = lossless(name="", x=x)
+    if choice.plan is None or choice.plan.codec != Bitmask():
+        return choice
+    return replace(choice, plan=_mask_and_values(count_zeros(x), "max"))
+
+
+def _mask_and_values(zeros: Zeros, effort: Effort) -> Plan:
+    mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
+    return Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(Huffman())})
 
 
 PRESETS: Mapping[str, Chooser] = {
@@ -68,6 +105,7 @@ PRESETS: Mapping[str, Chooser] = {
     "bitmask": bitmask,
     "bitmask24": bitmask24,
     "lossless": lossless,
+    "extreme": extreme,
 }
 
 

@@ -51,7 +51,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype that can be stored, by the name torch gives it."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+"""The quantized dtypes of torch that can be stored, and those of their integers."""
+
+_NAMED = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED}
+_NAMES = {dtype: name for name, dtype in _NAMED.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ class Spec:
     def from_json(cls, data: Json) -> "Spec":
         """Parse the JSON form; raise `FormatError` when it is not one."""
         try:
-            dtype = DTYPES[data["dtype"]]
+            dtype = _NAMED[data["dtype"]]
         except (KeyError, TypeError):
             raise FormatError(f"unknown dtype {str(data.get('dtype'))[:80]!r}") from None
         return cls(dtype, parse_shape(data.get("shape")))
@@ -102,6 +106,11 @@ def parse_shape(data: object) -> tuple[int, ...]:
     if items >= 1 << 58:  # in bytes, what a signed 64-bit number can still say
         raise FormatError(f"a shape past all memory: {str(data)[:80]}")
     return tuple(data)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """Return the dtype that files call `name`; raise `KeyError` if there is none."""
+    return _NAMED[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -137,6 +146,8 @@ def allocate(spec: Spec) -> Tensor:
 
 def view(raw: memoryview, spec: Spec) -> Tensor:
     """View as many bytes as `spec` needs as a tensor. Copies only if they are not aligned."""
+    if spec.dtype in QUANTIZED:
+        raise FormatError(f"bytes alone do not make a tensor of {spec.dtype}")
     if not raw:
         return allocate(spec)
     x = torch.frombuffer(raw, dtype=spec.dtype)
@@ -159,9 +170,17 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.device.type == "meta":
         raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
-    if x.numel() and not x.untyped_storage().nbytes():
-        raise UnsupportedTensorError(f"{name}: its memory has been freed")
+    if _extent(x) > x.untyped_storage().nbytes():
+        raise UnsupportedTensorError(f"{name}: its memory has been freed, or some of it")
     return x
+
+
+def _extent(x: Tensor) -> int:
+    """Return how many bytes of its storage a tensor reaches."""
+    if not x.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset() + last + 1) * x.element_size()
 
 
 def on_cpu(x: Tensor) -> Tensor:

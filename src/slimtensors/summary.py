@@ -20,6 +20,8 @@ class Stored:
     stored_bytes: int
     file: str
     note: str = ""
+    error: float | None = None
+    """How far it is from what was given, relative RMS; none if it is the same, bit for bit."""
 
     def tied_to(self, home: str) -> "Stored":
         """Return the entry of a name that stands for the tensor `home`."""

@@ -69,7 +69,6 @@ def test_2_is_a_bad_option(saved, tmp_path, capsys, options, words):
         [],
         ["compres"],
         ["compress"],
-        ["compress", "x"],
         ["inspect", "x", "--jsno"],
         ["verify", "x", "-T", "many"],
         ["codecs", "extra"],
@@ -80,6 +79,12 @@ def test_2_is_bad_usage(arguments, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("usage: slimtensors")
+
+
+def test_2_is_no_target_unless_nothing_is_to_be_written(tmp_path, capsys):
+    assert run("compress", write_folder(tmp_path / "m")) == 2
+    assert "-o" in one_line(capsys)
+    assert run("compress", tmp_path / "m", "--dry-run") == 0
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "compress", "decompress"])

@@ -131,9 +131,7 @@ def test_sections_that_were_there_before_come_back(tmp_path, dialect, sections):
 
 @pytest.mark.parametrize("sections", SECTIONS)
 def test_a_config_is_left_alone_where_nothing_was_compressed(tmp_path, sections):
-    source = write_folder(
-        tmp_path / "model", config=CONFIG | sections, table={"x": torch.ones(5)}
-    )
+    source = write_folder(tmp_path / "model", config=CONFIG | sections, table={"x": torch.ones(5)})
     small, back = round_trip(source, tmp_path)
     assert config(small) == config(back) == CONFIG | sections
 
@@ -185,6 +183,18 @@ def test_a_config_that_is_not_a_table_is_an_error_and_leaves_nothing(tmp_path, c
     assert run("compress", source, "-o", tmp_path / "small", "-q") == 2
     assert "config.json" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("wrong", [3, "text", [1], None, [["a", 1]]])
+def test_a_config_that_says_nonsense_about_the_one_before_is_an_error(tmp_path, capsys, wrong):
+    source = write_folder(tmp_path / "model")
+    run("compress", source, "-o", tmp_path / "small", "-q")
+    said = config(tmp_path / "small")
+    said["quantization_config"]["before"] = wrong
+    (tmp_path / "small" / "config.json").write_text(json.dumps(said))
+    assert run("decompress", tmp_path / "small", "-o", tmp_path / "back", "-q") in (2, 3)
+    assert "config.json" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
 
 
 def test_a_model_in_a_subfolder_is_copied_whole(tmp_path):
@@ -278,7 +288,7 @@ def test_a_folder_does_not_replace_a_file(tmp_path, capsys):
 
 def test_a_folder_can_be_replaced_by_its_own_compression(tmp_path):
     source = write_folder(tmp_path / "model", shards=2)
-    want = {name: x for name, x in slimtensors.load(source).items()}
+    want = slimtensors.load(source)
     assert run("compress", source, "-o", source, "-f", "-q") == 0
     back = slimtensors.load(source)
     assert all(same_bits(back[name], x) for name, x in want.items())

@@ -93,7 +93,16 @@ def test_130_is_an_interruption_and_nothing_is_left(tmp_path):
     big = {f"{i}": torch.ones(1 << 24) for i in range(8)}
     slimtensors.save(big, tmp_path / "x", preset="dense")
     (tmp_path / "y").write_text("old")
-    command = [*COMMAND, "compress", tmp_path / "x", "-o", tmp_path / "y", "-f", "--preset", "dense"]
+    command = [
+        *COMMAND,
+        "compress",
+        tmp_path / "x",
+        "-o",
+        tmp_path / "y",
+        "-f",
+        "--preset",
+        "dense",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     wait_for(lambda: list(tmp_path.glob(".*.slimtensors-tmp")), process)
     process.send_signal(signal.SIGINT)

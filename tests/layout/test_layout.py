@@ -18,10 +18,10 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["plan", "container", "sparsity"],
+    *["tree", "plan", "container", "sparsity"],
     *["summary", "presets", "dialects"],
     "archive",
-    *["formats", "folder", "model"],
+    *["delta", "formats", "folder", "model"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
@@ -93,6 +93,7 @@ def loaded_by(code):
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
+@pytest.mark.slow
 def test_importing_brings_nothing_but_torch_and_safetensors():
     brought = loaded_by("import slimtensors") - loaded_by(LIGHT)
     assert brought - sys.stdlib_module_names - {"slimtensors"} <= {"_slimtensors_editable"}

@@ -279,6 +279,17 @@ def test_bytes_that_start_like_a_blob_come_back_as_they_were(rest):
         assert same_tensors(slimtensors.load(path), given_tensors)
 
 
+@pytest.mark.parametrize("nonzero", range(830, 850))
+def test_a_blob_never_has_the_shape_of_its_tensor(tmp_path, nonzero):
+    """A loader that does not know us must stop at the shape, not take the bytes for weights."""
+    x = torch.zeros(4096)
+    x[:nonzero] = 1
+    slimtensors.save({"x": x}, tmp_path / "x")
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.get_tensor("x").shape != x.shape
+    assert same_tensors(slimtensors.load(tmp_path / "x"), {"x": x})
+
+
 PART_NAMES = ["a.compressed", "a.bitmask", "a.shape", "a.row_offsets"]
 
 

@@ -114,7 +114,7 @@ def test_an_option_that_a_codec_does_not_have_is_refused(name):
 def test_an_unknown_codec_is_refused_with_the_nearest_name():
     with pytest.raises(UnknownCodecError, match="'bitmsk'; did you mean 'bitmask'"):
         codecs.from_json({"name": "bitmsk"})
-    with pytest.raises(UnknownCodecError, match="known: .*dense"):
+    with pytest.raises(UnknownCodecError, match=r"known: .*dense"):
         codecs.find("zzz")
 
 
@@ -213,8 +213,7 @@ def test_chunks_on_threads_give_the_same_parts_and_the_same_tensor(name, workers
         shared = encode(Plan(codecs.find(name)()), x, workers.each)
         assert [n for n, _ in shared.leaves()] == [n for n, _ in whole.leaves()]
         assert all(
-            same_bits(a, b)
-            for (_, a), (_, b) in zip(shared.leaves(), whole.leaves(), strict=True)
+            same_bits(a, b) for (_, a), (_, b) in zip(shared.leaves(), whole.leaves(), strict=True)
         )
         assert same_bits(decode(whole, workers.each), x)
         assert same_bits(decode(whole, serially), x)

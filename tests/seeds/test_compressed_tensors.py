@@ -48,16 +48,22 @@ def test_saving_and_loading_compressed_tensors():
     # tensors with large number of zero entries
     compression_config = BitmaskConfig()
 
-    tensors: Dict[str, Tensor] = {"tensor_1": Tensor(  # fmt: skip  # noqa: UP006
-        [[0.0, 0.0, 0.0],
-         [1.0, 1.0, 1.0]]
-    )}
+    tensors: Dict[str, Tensor] = {  # noqa: UP006
+        "tensor_1": Tensor(
+            [
+                [0.0, 0.0, 0.0],
+                [1.0, 1.0, 1.0],
+            ]
+        )
+    }
     # compress tensors using BitmaskConfig compression format (save them efficiently on disk)
     save_compressed(tensors, "model.safetensors", compression_format=compression_config.format)
 
     # decompress tensors (load_compressed returns a generator for memory efficiency)
     decompressed_tensors = {}
-    for tensor_name, tensor in load_compressed("model.safetensors", compression_config = compression_config):  # fmt: skip  # noqa: E251, E501
+    for tensor_name, tensor in load_compressed(
+        "model.safetensors", compression_config=compression_config
+    ):
         decompressed_tensors[tensor_name] = tensor
 
     assert decompressed_tensors.keys() == {"tensor_1"}

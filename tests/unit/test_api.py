@@ -343,8 +343,14 @@ def test_only_dtypes_that_have_a_negative_zero_are_said_to_hold_one(path, dtype)
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    + [torch.float8_e4m3fn, torch.float8_e5m2],
+    [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
 )
 def test_negative_zeros_are_noted_in_every_dtype_that_has_them(path, dtype):
     x = torch.full((4096,), -0.0).to(dtype)
@@ -598,7 +604,7 @@ class Odd(torch.Tensor):
 )
 def test_what_cannot_be_stored_is_refused_by_name_before_anything_is_written(path, value, words):
     path.write_text("old")
-    with pytest.raises(UnsupportedTensorError, match="layer.odd: ") as caught:
+    with pytest.raises(UnsupportedTensorError, match=r"layer\.odd: ") as caught:
         slimtensors.save({"fine": torch.eye(64), "layer.odd": value}, path)
     assert words in str(caught.value)
     assert path.read_text() == "old"

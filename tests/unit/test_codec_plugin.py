@@ -33,9 +33,8 @@ SAVE = """
 import sys, torch, slimtensors
 from acme_flip import Flip
 x = torch.eye(64)
-summary = slimtensors.save(
-    {"layer.weight": x}, sys.argv[1], preset=slimtensors.chain(slimtensors.Bitmask(), values=Flip(7))
-)
+plan = slimtensors.chain(slimtensors.Bitmask(), values=Flip(7))
+summary = slimtensors.save({"layer.weight": x}, sys.argv[1], preset=plan)
 print(summary.tensors[0].codec)
 """
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what we write, every reader accepts; what others write, we do."""
+"""The header of a file: every reader accepts what we write, and we accept what others write."""
 
 import struct
 
@@ -14,7 +14,17 @@ from slimtensors.container import Entry, FileOutput, Piece, header
 from slimtensors.errors import FormatError
 from slimtensors.spec import DTYPES, Spec, as_bytes
 
-AWKWARD_NAMES = ["", " ", "a.b/c", "ключ", "\U0001f600", 'say "x"', "back\\slash", "\x00\n\x7f", "w" * 999]
+AWKWARD_NAMES = [
+    "",
+    " ",
+    "a.b/c",
+    "ключ",
+    "\U0001f600",
+    'say "x"',
+    "back\\slash",
+    "\x00\n\x7f",
+    "w" * 999,
+]
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
@@ -139,7 +149,10 @@ def test_names_that_json_makes_much_longer_move_the_data(tmp_path):
 
 
 def test_what_is_packed_is_unpacked_again():
-    entries = {"b": Entry(Spec(torch.bfloat16, (2, 3)), 4, 16), "a": Entry(Spec(torch.int32, ()), 0, 4)}
+    entries = {
+        "b": Entry(Spec(torch.bfloat16, (2, 3)), 4, 16),
+        "a": Entry(Spec(torch.int32, ()), 0, 4),
+    }
     raw = header.pack(header.table_text(entries), {"k": "v"}, size=400)
     assert len(raw) == 400
     found = header.unpack(raw, 416)

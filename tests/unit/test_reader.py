@@ -18,7 +18,9 @@ INDEX = "model.safetensors.index.json"
 def stock_shards(folder: Path) -> dict[str, torch.Tensor]:
     """Write a model as transformers would, with safetensors alone."""
     tensors = {f"t{i}": bits(i, 100, torch.bfloat16, 0.5) for i in range(6)}
-    shards = {f"model-0000{i}-of-00003.safetensors": [f"t{2 * i - 2}", f"t{2 * i - 1}"] for i in (1, 2, 3)}
+    shards = {
+        f"model-0000{i}-of-00003.safetensors": [f"t{2 * i - 2}", f"t{2 * i - 1}"] for i in (1, 2, 3)
+    }
     for shard, names in shards.items():
         save_file({name: tensors[name] for name in names}, folder / shard, {"format": "pt"})
     weight_map = {name: shard for shard, names in shards.items() for name in names}
@@ -101,7 +103,11 @@ def test_a_tensor_can_be_described_without_decoding_it(tmp_path, dialect):
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
 def test_what_was_loaded_does_not_depend_on_the_file(tmp_path, dialect):
-    tensors = {**sample(), "large": bits(0, 300_000, torch.float32, 0.5), "full": torch.ones(99_999)}
+    tensors = {
+        **sample(),
+        "large": bits(0, 300_000, torch.float32, 0.5),
+        "full": torch.ones(99_999),
+    }
     path = tmp_path / "x.safetensors"
     slimtensors.save(tensors, path, dialect=dialect)
     loaded = slimtensors.load(path)

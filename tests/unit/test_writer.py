@@ -1,4 +1,4 @@
-"""Writing one file: the same bytes for the same tensors, aligned, and in the place of the old one."""
+"""Writing one file: the same bytes for the same tensors, aligned, in the place of the old one."""
 
 import hashlib
 import os
@@ -150,7 +150,11 @@ def test_saving_writes_through_a_link(tmp_path):
         assert link.is_symlink()
         assert not target.is_symlink()
         assert slimtensors.load(target)["x"] == value
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["far", "link.safetensors", "real.safetensors"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "far",
+        "link.safetensors",
+        "real.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])

@@ -12,9 +12,10 @@ from slimtensors import dialects
 from slimtensors.archive.workers import Workers
 from slimtensors.container import LocalPlace, StrPath, open_files, place
 from slimtensors.dialects import Member
-from slimtensors.errors import FormatError
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.spec import Each, Spec, dtype_name, serially
 from slimtensors.summary import Stored, Summary
+from slimtensors.tree import unflatten
 
 Answer = TypeVar("Answer")
 
@@ -27,8 +28,10 @@ class Archive:
         self.path = str(where)
         if isinstance(where, LocalPlace) and not where.path.exists():
             raise FileNotFoundError(f"{where}: no such file or folder")
+        self._is_closed = False
         self._files = open_files(where)
-        self._members = dialects.members(self._files)
+        contents = dialects.contents(self._files)
+        self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
 
     def select(self, names: Iterable[str]) -> "Archive":
         """Return an archive of only these tensors of this one."""
@@ -37,7 +40,7 @@ class Archive:
         return part
 
     def keys(self) -> list[str]:
-        """List the names of all tensors, in the order they were saved."""
+        """List the names of all tensors in the order they were saved, tied names last."""
         return list(self._members)
 
     def __len__(self) -> int:
@@ -65,6 +68,7 @@ class Archive:
             spec.nbytes,
             member.stored_bytes,
             member.file.name,
+            error=self._told(name, lambda member: member.error()),
         )
 
     def tied(self) -> dict[str, str]:
@@ -138,9 +142,11 @@ class Archive:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files, self._members = [], {}
+        self._files, self._members, self._is_closed = [], {}, True
 
     def _find(self, name: str) -> Member:
+        if self._is_closed:
+            raise ValueError(f"{self.path}: the archive is closed")
         if name not in self._members:
             raise KeyError(f"{self.path} holds no tensor named {name!r}")
         return self._members[name]
@@ -164,10 +170,27 @@ def load(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     storage_options: dict[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """Read all tensors of a file or folder. Any safetensors file will do, compressed or not."""
+) -> dict[str, Any]:
+    """Read all that a file or folder holds. Any safetensors file will do, compressed or not.
+
+    A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
+    """
     with open(path, storage_options=storage_options) as archive:
-        return dict(archive.items(device=device, threads=threads))
+        if archive.delta is not None:
+            raise ConfigError(f"{archive.path}: is a difference from another model; restore it")
+        tensors = dict(archive.items(device=device, threads=threads))
+        return tensors if archive.tree is None else _rebuilt(archive, tensors)
+
+
+def _rebuilt(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    assert archive.tree is not None
+    try:
+        state = unflatten(archive.tree, tensors)
+    except FormatError as error:
+        raise type(error)(f"{archive.path}: {error}") from error
+    if not isinstance(state, dict):
+        raise CorruptFileError(f"{archive.path}: holds a {type(state).__name__}, not a table")
+    return state
 
 
 def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:

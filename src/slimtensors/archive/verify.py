@@ -10,6 +10,7 @@ from torch import Tensor
 from slimtensors.archive.read import Archive, open
 from slimtensors.archive.workers import Workers
 from slimtensors.archive.write import Progress
+from slimtensors.codecs import TorchQuantized
 from slimtensors.container import StrPath
 from slimtensors.errors import FormatError
 from slimtensors.spec import Json, Spec, as_bytes, dtype_name
@@ -81,13 +82,19 @@ def _difference(x: Tensor, name: str, other: Archive, workers: Workers) -> str:
     if want != have:
         return f"{_words(want)} here, {_words(have)} there"
     y = other.load_one(name, workers.each)
-    same = torch.equal(as_bytes(x), as_bytes(y))
-    if same:
+    if x.is_quantized:
+        pairs = zip(_parts(x), _parts(y), strict=False)
+        return "" if all(torch.equal(a, b) for a, b in pairs) else "values or scales differ"
+    if torch.equal(as_bytes(x), as_bytes(y)):
         return ""
     items = (as_bytes(x).view(-1, x.element_size()) != as_bytes(y).view(-1, x.element_size())).any(
         1
     )
     return f"{int(items.sum())} of {x.numel()} items differ"
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    return list(TorchQuantized().encode(x).values())
 
 
 def _words(spec: Spec) -> str:

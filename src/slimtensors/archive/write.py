@@ -1,28 +1,31 @@
 """Write archives: save, or tell what saving would give."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from slimtensors import dialects, presets
 from slimtensors.archive.read import Archive
+from slimtensors.archive.state import Item, State, as_state
 from slimtensors.archive.workers import Workers
+from slimtensors.codecs import TorchQuantized
 from slimtensors.container import (
     FileOutput,
     FolderOutput,
     Output,
     Piece,
     StrPath,
-    check_name,
     local,
     parse_size,
 )
-from slimtensors.dialects import KEY, Dialect, Manifest
+from slimtensors.dialects import KEY, Dialect, Manifest, Packed
 from slimtensors.errors import ConfigError
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice, Chooser
-from slimtensors.spec import Each, Spec, check_storable, dtype_name, on_cpu
+from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
 
 Progress = Callable[[int], object]
@@ -30,7 +33,7 @@ Progress = Callable[[int], object]
 
 
 def save(
-    tensors: Mapping[str, Tensor] | Archive,
+    tensors: Mapping[str, Any] | Archive,
     path: StrPath,
     *,
     preset: str | Plan | Chooser = "sparse",
@@ -43,26 +46,23 @@ def save(
 
     What was there is replaced in one step once everything is written. Tensors come back bit for
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
+
+    A state may also hold numbers, text, dtypes, tuples and the like, which are stored as JSON; what
+    would need pickle raises.
     """
-    choose, how = presets.find(preset), dialects.find(dialect)
-    items, tied = _items(tensors, how)
-    with Workers(threads) as workers, _output(path, max_shard_size, items, how) as output:
-        done: dict[str, _Done] = {}
-        for result in _encoded(items, choose, how, workers):
-            output.add(result.pieces)
-            done[result.item.name] = result.emptied()
-            if progress:
-                progress(result.item.spec.nbytes)
-        files = output.commit(
-            [piece.name for item in items for piece in done[item.name].pieces],
-            lambda names, sums, table: _describe(how, done, tied, names, sums, table),
-        )
-    homes = {name: str(path) for path, names in files.items() for name in names}
-    return _summary([done[item.name] for item in items], tied, homes)
+    return write(
+        as_state(tensors),
+        path,
+        preset=preset,
+        dialect=dialect,
+        max_shard_size=max_shard_size,
+        threads=threads,
+        progress=progress,
+    )
 
 
 def estimate(
-    tensors: Mapping[str, Tensor] | Archive,
+    tensors: Mapping[str, Any] | Archive,
     *,
     preset: str | Plan | Chooser = "sparse",
     dialect: str = "slim",
@@ -70,124 +70,105 @@ def estimate(
     progress: Progress | None = None,
 ) -> Summary:
     """Tell what `save` would store, without writing anything."""
-    choose, how = presets.find(preset), dialects.find(dialect)
-    items, tied = _items(tensors, how)
-    done: dict[str, _Done] = {}
+    state, how = as_state(tensors), dialects.find(dialect)
     with Workers(threads) as workers:
-        for result in _encoded(items, choose, how, workers):
-            done[result.item.name] = result.emptied()
-            if progress:
-                progress(result.item.spec.nbytes)
-    return _summary([done[item.name] for item in items], tied, {})
+        done = _encode_all(state, presets.find(preset), how, workers, progress, lambda pieces: None)
+    return _summary(done, state, {})
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A tensor to be written, which may still have to be read."""
-
-    name: str
-    spec: Spec
-    read: Callable[[Each], Tensor]
+def write(
+    state: State,
+    path: StrPath,
+    *,
+    preset: str | Plan | Chooser,
+    dialect: str,
+    max_shard_size: int | str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Summary:
+    """Do what `save` does with a state that may still have to be read or computed."""
+    choose, how = presets.find(preset), dialects.find(dialect)
+    with Workers(threads) as workers, _output(path, max_shard_size, state, how) as output:
+        done = _encode_all(state, choose, how, workers, progress, output.add)
+        order = [piece.name for result in done for piece in result.pieces]
+        files = output.commit(order, partial(_describe, how.name, state, done, order))
+    return _summary(done, state, {key: str(path) for path, keys in files.items() for key in keys})
 
 
 @dataclass(frozen=True)
 class _Done:
     """A tensor ready to be written, and how."""
 
-    item: _Item
-    pieces: Sequence[Piece]
-    plan: Plan | None
+    item: Item
+    packed: Packed
     note: str
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """What it is in the file."""
+        return self.packed.pieces
 
     def emptied(self) -> "_Done":
         """Return this without the data."""
-        return replace(self, pieces=[replace(piece, chunks=[]) for piece in self.pieces])
+        pieces = [replace(piece, chunks=[]) for piece in self.pieces]
+        return replace(self, packed=replace(self.packed, pieces=pieces))
 
 
-def _encoded(
-    items: Sequence[_Item], choose: Chooser, how: Dialect, workers: Workers
-) -> Iterator[_Done]:
-    """Yield the tensors ready to be written, in the order in which they lie best."""
+def _encode_all(
+    state: State,
+    choose: Chooser,
+    how: Dialect,
+    workers: Workers,
+    progress: Progress | None,
+    put: Callable[[Sequence[Piece]], None],
+) -> list[_Done]:
+    """Encode every tensor, hand its pieces to `put`, and return what was done in given order."""
+    for item in state.items:
+        how.check(item.name, item.spec)
 
-    def one(item: _Item) -> _Done:
+    def one(item: Item) -> _Done:
         return _encode(item, choose, how, workers.each)
 
     # Largest items first, so that all tensors lie aligned although nothing pads them.
-    ordered = sorted(items, key=lambda item: -item.spec.dtype.itemsize)
+    ordered = sorted(state.items, key=lambda item: -item.spec.dtype.itemsize)
+    done: dict[str, _Done] = {}
     seen: set[str] = set()
     for result in workers.in_order(one, ordered, lambda item: item.spec.nbytes):
         for piece in result.pieces:
             if piece.name in seen:
                 raise ConfigError(f"{piece.name}: is the name of a tensor and of a part of another")
             seen.add(piece.name)
-        yield result
+        put(result.pieces)
+        done[result.item.name] = result.emptied()
+        if progress:
+            progress(result.item.spec.nbytes)
+    return [done[item.name] for item in state.items]
 
 
-def _items(
-    tensors: Mapping[str, Tensor] | Archive, how: Dialect
-) -> tuple[list[_Item], dict[str, str]]:
-    """List what is to be stored, and the names that stand for one of these."""
-    items, tied = _archived(tensors) if isinstance(tensors, Archive) else _given(tensors)
-    for item in items:
-        check_name(item.name)
-        how.check(item.name, item.spec)
-    for name in tied:
-        check_name(name)
-    return items, tied
-
-
-def _archived(archive: Archive) -> tuple[list[_Item], dict[str, str]]:
-    def item(name: str) -> _Item:
-        return _Item(name, archive.spec(name), lambda each: archive.load_one(name, each))
-
-    tied = archive.tied()
-    return [item(name) for name in archive if name not in tied], tied
-
-
-def _given(tensors: Mapping[str, Tensor]) -> tuple[list[_Item], dict[str, str]]:
-    def item(name: str, x: Tensor) -> _Item:
-        return _Item(name, Spec.of(x), lambda each: on_cpu(x))
-
-    items: list[_Item] = []
-    tied: dict[str, str] = {}
-    homes: dict[object, str] = {}
-    for name, value in tensors.items():
-        if not isinstance(name, str):
-            raise ConfigError(f"names of tensors must be text, not {name!r}")
-        x = check_storable(name, value)
-        home = homes.setdefault(_view_of_memory(x), name)
-        if home != name:
-            tied[name] = home
-            continue
-        items.append(item(name, x))
-    return items, tied
-
-
-def _view_of_memory(x: Tensor) -> object:
-    """Return what two tensors have in common if and only if they are the same memory."""
-    if x.numel() == 0:
-        return object()
-    return (x.data_ptr(), x.device, x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
-
-
-def _encode(item: _Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
+def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
+    if x is None:
+        return _Done(item, Packed([], None), "")
     choice = _choice(item.name, x, choose)
     try:
-        pieces, plan = how.pieces(item.name, x, choice.plan, each)
+        packed = how.packed(item.name, x, choice.plan, each)
     except ConfigError as error:
         raise ConfigError(f"{item.name}: {error}") from error
-    size = _size(pieces)
+    size = _size(packed.pieces)
     if choice.plan is None or size < item.spec.nbytes:
-        return _Done(item, pieces, plan, choice.note)
-    plain, used = how.pieces(item.name, x, None, each)
-    if size < _size(plain):
-        return _Done(item, pieces, plan, choice.note)
-    note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain)}"
-    return _Done(item, plain, used, choice.note or note)
+        return _Done(item, packed, choice.note)
+    plain = how.packed(item.name, x, None, each)
+    if size < _size(plain.pieces):
+        return _Done(item, packed, choice.note)
+    note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain.pieces)}"
+    return _Done(item, plain, choice.note or note)
 
 
 def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
+    if x.is_quantized:  # what can be chosen is how to store its integers
+        inner = _choice(name, x.int_repr(), choose)
+        then = {"q": inner.plan} if inner.plan else {}
+        return Choice(Plan(TorchQuantized(), then), inner.note)
     choice = choose(name, x) if x.numel() else None
     if choice is None or isinstance(choice, Plan):
         return Choice(choice)
@@ -201,14 +182,13 @@ def _size(pieces: Sequence[Piece]) -> int:
     return sum(piece.spec.nbytes for piece in pieces)
 
 
-def _output(
-    path: StrPath, max_shard_size: int | str | None, items: Sequence[_Item], how: Dialect
-) -> Output:
+def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
     # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
     # dialect makes of one. An estimate that is too low costs time, one too high a few bytes.
-    total = len(str(sum(item.spec.nbytes for item in items)))
+    digits = len(str(sum(item.spec.nbytes for item in state.items)))
     text = sum(
-        2 * len(item.name.encode()) + 2 * total + 64 + 8 * len(item.spec.shape) for item in items
+        2 * len(item.name.encode()) + 2 * digits + 64 + 8 * len(item.spec.shape)
+        for item in state.items
     )
     reserve = 256 + text * how.parts
     limit = parse_size(max_shard_size)
@@ -219,40 +199,48 @@ def _output(
 
 
 def _describe(
-    how: Dialect,
-    done: Mapping[str, _Done],
-    tied: Mapping[str, str],
+    dialect: str,
+    state: State,
+    done: Sequence[_Done],
+    order: Sequence[str],
     names: Sequence[str],
     checksums: Mapping[str, int | None],
     table: str,
 ) -> dict[str, str]:
+    """Return the metadata of the file that holds `names`; the first one also says the rest."""
     here = set(names)
+    homes = {result.item.name for result in done if here & {p.name for p in result.pieces}}
+    is_first = names[:1] == order[:1]
     manifest = Manifest(
-        how.name,
+        dialect,
         [checksums[name] for name in names],
-        tied={name: home for name, home in tied.items() if done[home].pieces[0].name in here},
+        tied={name: home for name, home in state.tied.items() if home in homes},
         plans={
-            name: str(result.plan)
-            for name, result in done.items()
-            if len(result.pieces) > 1 and result.pieces[0].name in here
+            r.item.name: str(r.packed.plan)
+            for r in done
+            if len(r.pieces) > 1 and r.item.name in homes
         },
+        tree=state.tree if is_first else None,
+        delta=state.delta if is_first else None,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}
 
 
-def _summary(done: Sequence[_Done], tied: Mapping[str, str], homes: Mapping[str, str]) -> Summary:
+def _summary(done: Sequence[_Done], state: State, homes: Mapping[str, str]) -> Summary:
     tensors = {
         result.item.name: Stored(
             result.item.name,
             dtype_name(result.item.spec.dtype),
             result.item.spec.shape,
-            str(result.plan) if result.plan else "plain",
+            str(result.packed.plan) if result.packed.plan else "plain",
             result.item.spec.nbytes,
             _size(result.pieces),
             homes.get(result.pieces[0].name, ""),
             result.note,
+            result.packed.error,
         )
         for result in done
+        if result.pieces
     }
-    aliases = [replace(tensors[home], name=name).tied_to(home) for name, home in tied.items()]
+    aliases = [replace(tensors[home], name=name).tied_to(home) for name, home in state.tied.items()]
     return Summary([*tensors.values(), *aliases], sorted(set(homes.values())))

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 import slimtensors
-from slimtensors.cli import codecs, compress, decompress, demo, inspect, verify
-from slimtensors.errors import ConfigError, FormatError, MissingDependencyError, SlimError
+from slimtensors.cli import codecs, compress, decompress, demo, diff, inspect, restore, verify
+from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
-VERBS = (compress, decompress, inspect, verify, codecs, demo)
+VERBS = (compress, decompress, inspect, verify, diff, restore, codecs, demo)
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -22,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, MISSING)
     except FormatError as error:
         return _fail(error, DAMAGED)
-    except ConfigError as error:
-        return _fail(error, USAGE)
+    except MismatchError as error:
+        return _fail(error, NO)
     except SlimError as error:
         return _fail(error, USAGE)
     except BrokenPipeError:

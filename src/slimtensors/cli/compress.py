@@ -5,6 +5,7 @@ import argparse
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
 from slimtensors.cli import console
+from slimtensors.errors import ConfigError
 from slimtensors.folder import compress_folder, is_model, limited, matching
 from slimtensors.summary import Summary
 
@@ -18,7 +19,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "slimtensors compress my-model -o my-model-slim",
     )
     console.add_source(verb)
-    console.add_target(verb)
+    console.add_target(verb, required=False)
     verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
     verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
     verb.add_argument("--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, …")
@@ -32,6 +33,8 @@ def add_to(verbs: "console.Verbs") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compress, then say how much smaller it is."""
     if not options.dry_run:
+        if options.output is None:
+            raise ConfigError("compress needs -o, or --dry-run")
         console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         total = sum(archive.spec(name).nbytes for name in archive)

@@ -33,9 +33,9 @@ def add_source(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://…)")
 
 
-def add_target(verb: argparse.ArgumentParser) -> None:
+def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the options that name what is written."""
-    verb.add_argument("-o", "--output", required=True, help="file or folder to write")
+    verb.add_argument("-o", "--output", required=required, help="file or folder to write")
     verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 

@@ -6,6 +6,7 @@ from slimtensors.codecs.dense import Dense
 from slimtensors.codecs.density import Density
 from slimtensors.codecs.gaps import Gaps
 from slimtensors.codecs.huffman import Huffman
+from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
@@ -16,6 +17,7 @@ from slimtensors.codecs.registry import (
     register,
     to_json,
 )
+from slimtensors.codecs.torch_quantized import TorchQuantized
 
 __all__ = [
     "Bitmask",
@@ -26,6 +28,8 @@ __all__ = [
     "Density",
     "Gaps",
     "Huffman",
+    "Int",
+    "TorchQuantized",
     "as_chunked",
     "find",
     "from_json",

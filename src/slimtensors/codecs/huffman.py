@@ -6,6 +6,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,11 +48,11 @@ class Huffman:
         def survey(i: int) -> None:
             some = groups[i]
             _core.huffman_survey(
-                items[kind.items(some)],
+                _cut(items, kind.items(some)),
                 kind.itemsize,
                 kind.rotated,
-                codes[kind.codes(some)],
-                rows[kind.rows(some)],
+                _cut(codes, kind.codes(some)),
+                _cut(rows, kind.rows(some)),
             )
 
         each(survey, len(groups))
@@ -61,12 +62,12 @@ class Huffman:
         def store(i: int) -> None:
             some = groups[i]
             _core.huffman_encode(
-                items[kind.items(some)],
+                _cut(items, kind.items(some)),
                 kind.itemsize,
                 kind.rotated,
-                codes[kind.codes(some)],
-                rows[kind.rows(some)],
-                data[places[i]],
+                _cut(codes, kind.codes(some)),
+                _cut(rows, kind.rows(some)),
+                _cut(data, places[i]),
             )
 
         each(store, len(groups))
@@ -150,6 +151,11 @@ def _times(chunks: slice, size: int) -> slice:
     return slice(chunks.start * size, chunks.stop * size)
 
 
+def _cut(x: Tensor, part: slice) -> Tensor:
+    """Return `x[part]`; most tensors are one group, and slicing costs more than you would think."""
+    return x[part] if part.start or part.stop < len(x) else x
+
+
 def _groups(chunks: int) -> list[slice]:
     return [slice(i, min(i + _GROUP, chunks)) for i in range(0, chunks, _GROUP)]
 
@@ -157,7 +163,7 @@ def _groups(chunks: int) -> list[slice]:
 def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:
     """Return where in `data` each of these groups lies, of which the first begins at 0."""
     sizes = chunks.numpy()[:, 1:]
-    ends = accumulate((int(sizes[some].sum(dtype="int64")) for some in groups), initial=0)
+    ends = accumulate((int(sizes[some].sum(dtype=np.int64)) for some in groups), initial=0)
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 

@@ -31,7 +31,8 @@ class Codec(Protocol):
     def decode(self, parts: Parts, like: Spec) -> Tensor:
         """Rebuild the tensor that `like` describes; raise `CorruptFileError` if parts do not fit.
 
-        Check the size of every part before allocating: `like` comes from the file.
+        Check the size of every part before allocating: `like` comes from the file. The result owns
+        its memory: parts may lie in the file's pages.
         """
         ...
 

@@ -110,7 +110,8 @@ def unpack_size(start: bytes, available: int) -> int:
         raise CorruptFileError(f"{available} bytes are too few for a safetensors file")
     (width,) = struct.unpack_from("<Q", start)
     if width > LIMIT:
-        what = "a zip or torch.save file" if start.startswith(b"PK") else "not a safetensors file"
+        pickled = start.startswith((b"PK", b"\x80\x02"))  # a zip file, or a pickle itself
+        what = "a torch.save file" if pickled else "not a safetensors file"
         raise FormatError(f"a header of {width} bytes; this is probably {what}")
     if 8 + width > available:
         raise CorruptFileError(f"truncated: a header of {width} bytes in a file of {available}")

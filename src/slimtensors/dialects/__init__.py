@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from slimtensors.container import Piece, StoredFile
+from slimtensors.container import StoredFile
 from slimtensors.dialects import compressed_tensors, slim
 from slimtensors.dialects.manifest import KEY, Manifest, is_sealed
-from slimtensors.dialects.member import Member, Stored
+from slimtensors.dialects.member import Member, Packed, Stored
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Plan
-from slimtensors.spec import Each, Spec
-
-Packed = tuple[list[Piece], Plan | None]
+from slimtensors.spec import Each, Json, Spec
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,16 @@ class Dialect:
     name: str
     check: Callable[[str, Spec], None]
     """Raises, with the tensor's name, when it could never be stored."""
-    pieces: Callable[[str, Tensor, Plan | None, Each], Packed]
-    """Turns a tensor in main memory into what goes into a file, and says by which plan."""
+    packed: Callable[[str, Tensor, Plan | None, Each], Packed]
+    """Turns a tensor in main memory into what goes into a file."""
     parts: int
     """The most pieces that one tensor becomes."""
 
 
 _DIALECTS: Mapping[str, Dialect] = {
-    slim.NAME: Dialect(slim.NAME, slim.check, slim.pieces, parts=1),
+    slim.NAME: Dialect(slim.NAME, slim.check, slim.packed, parts=1),
     compressed_tensors.NAME: Dialect(
-        compressed_tensors.NAME, compressed_tensors.check, compressed_tensors.pieces, parts=4
+        compressed_tensors.NAME, compressed_tensors.check, compressed_tensors.packed, parts=4
     ),
 }
 
@@ -49,16 +48,27 @@ def find(name: str) -> Dialect:
     return _DIALECTS[name]
 
 
-def members(files: Sequence[StoredFile]) -> dict[str, Member]:
-    """Return the tensors of these files by name, whatever dialect wrote them.
+@dataclass(frozen=True)
+class Contents:
+    """What a set of files holds."""
 
-    Tied names stand for the same member.
-    """
+    members: dict[str, Member]
+    """The tensors by name; tied names stand for the same member."""
+    tree: Json | None
+    """The outline of a state that is not all tensors."""
+    delta: Mapping[str, Any] | None
+    """How the tensors differ from those of a base."""
+
+
+def contents(files: Sequence[StoredFile]) -> Contents:
+    """Return what these files hold, whatever dialect wrote them."""
     stored: dict[str, Stored] = {}
     blobs: dict[str, bool | None] = {}
     groups: list[compressed_tensors.Group] = []
     unclaimed: dict[str, Stored] = {}
     tied: list[tuple[str, str, StoredFile]] = []
+    tree: Json | None = None
+    delta: Mapping[str, Any] | None = None
     for file in files:
         entries = file.header.entries
         for name in stored.keys() & entries.keys():
@@ -74,13 +84,15 @@ def members(files: Sequence[StoredFile]) -> dict[str, Member]:
             blobs |= {name: found.checksum is None for name, found in here.items()}
             groups += compressed_tensors.ours(here, manifest.plans, file.name)
             tied += [(name, home, file) for name, home in manifest.tied.items()]
+            tree = manifest.tree if tree is None else tree
+            delta = manifest.delta if delta is None else delta
         stored |= here
     groups += compressed_tensors.foreign(unclaimed)
     result = _named(stored, blobs, groups)
     for name, home, file in tied:
         if home not in result or name in result:
             raise FormatError(f"{file.name}: {name}: cannot be tied to {home!r}")
-    return result | {name: result[home] for name, home, _ in tied}
+    return Contents(result | {name: result[home] for name, home, _ in tied}, tree, delta)
 
 
 def _named(
@@ -118,4 +130,14 @@ def _manifest(file: StoredFile) -> Manifest | None:
     return manifest
 
 
-__all__ = ["KEY", "Dialect", "Manifest", "Member", "find", "members", "names"]
+__all__ = [
+    "KEY",
+    "Contents",
+    "Dialect",
+    "Manifest",
+    "Member",
+    "Packed",
+    "contents",
+    "find",
+    "names",
+]

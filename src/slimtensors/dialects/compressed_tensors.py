@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
-from slimtensors.container import Piece, StoredFile, has_code
-from slimtensors.dialects.member import Stored, plain_piece
+from slimtensors.container import StoredFile, has_code
+from slimtensors.dialects.member import Packed, Stored, plain_piece
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
 from slimtensors.plan import Plan
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
@@ -52,6 +52,10 @@ class SparseMember:
         """Return the codec."""
         return Plan(_CODECS[self.codec])
 
+    def error(self) -> float | None:
+        """Return none: this dialect only has lossless codecs."""
+        return None
+
     def load(self, each: Each) -> Tensor:
         """Scatter the values; they lie in the mask's order in both sparse formats."""
         like = self.spec()
@@ -78,10 +82,10 @@ def check(name: str, spec: Spec) -> None:
         )
 
 
-def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Piece], Plan | None]:
-    """Return `x` as it goes into a file, one plain tensor or several, and the plan by which."""
+def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
+    """Return `x` as it goes into a file, one plain tensor or several."""
     if plan is None:
-        return [plain_piece(name, x, each)], None
+        return Packed([plain_piece(name, x, each)], None)
     if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
         raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
     row = x.shape[-1] if x.dim() else 1
@@ -90,7 +94,8 @@ def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Pi
     parts["bitmask"] = parts["bitmask"].view(rows, -1)
     # Largest items first: as aligned as a format without padding allows.
     order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
-    return [plain_piece(f"{name}.{suffix}", parts[suffix], each) for suffix in order], plan
+    pieces = [plain_piece(f"{name}.{suffix}", parts[suffix], each) for suffix in order]
+    return Packed(pieces, plan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
+from slimtensors.spec import Json
 
 KEY = "slimtensors"
 VERSION = 1
@@ -27,6 +28,11 @@ class Manifest:
     plans: Mapping[str, str] = field(default_factory=dict)
     """Names of tensors that are stored in several parts, and their codecs."""
 
+    tree: Json | None = None
+    """What else the state holds, as `slimtensors.tree` outlines it."""
+    delta: Mapping[str, Any] | None = None
+    """How the tensors differ from those of a base, as `slimtensors.delta` writes it."""
+
     def to_text(self, table: str) -> str:
         """Return the line; `table` is the list of tensors that will follow it in the header."""
         raw = table.encode()
@@ -35,6 +41,10 @@ class Manifest:
             data["plans"] = dict(self.plans)
         if self.tied:
             data["tied"] = dict(self.tied)
+        if self.tree is not None:
+            data["tree"] = self.tree
+        if self.delta is not None:
+            data["delta"] = dict(self.delta)
         data["checksums"] = list(self.checksums)
         data["table"] = [len(raw), _core.crc32c(raw)]
         body = json.dumps(data, separators=(",", ":"), ensure_ascii=False)[:-1]
@@ -45,12 +55,17 @@ class Manifest:
         """Parse the line, and check that neither it nor the `header` around it has changed."""
         data = _parse(text)
         checksums, tied, plans = data["checksums"], data.get("tied", {}), data.get("plans", {})
+        tree, delta = data.get("tree"), data.get("delta")
         fine = isinstance(checksums, list) and all(map(_is_checksum, checksums))
         if not fine or not _is_table_of_text(tied) or not _is_table_of_text(plans):
             raise CorruptFileError("not a manifest: its checksums, ties or plans are none")
+        if not (tree is None or isinstance(tree, dict)) or not (
+            delta is None or isinstance(delta, dict)
+        ):
+            raise CorruptFileError("not a manifest: its tree or delta is none")
         match data["table"]:
             case [int(size), int(found)] if _core.crc32c(header[-size:]) == found:
-                return cls(str(data["dialect"]), checksums, tied, plans)
+                return cls(str(data["dialect"]), checksums, tied, plans, tree, delta)
         raise CorruptFileError(
             "the list of tensors is not the one that slimtensors wrote: the file is damaged, or"
             f" another program rewrote it and kept the metadata key {KEY!r}"
@@ -87,4 +102,10 @@ def _is_checksum(number: object) -> bool:
 
 
 def _is_table_of_text(table: object) -> bool:
-    return isinstance(table, dict) and all(isinstance(word, str) for word in table.values())
+    if not isinstance(table, dict) or not all(isinstance(word, str) for word in table.values()):
+        return False
+    try:
+        "".join((*table, *table.values())).encode()
+    except UnicodeEncodeError:  # half a character, written as an escape
+        return False
+    return True

@@ -1,6 +1,6 @@
 """A tensor inside an archive, as dialects find it; and the simplest kind, a plain one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,9 +39,24 @@ class Member(Protocol):
         """Return how it is stored; none if plain."""
         ...
 
+    def error(self) -> float | None:
+        """Return how far it is from what was given, relative RMS; none if it is the same."""
+        ...
+
     def load(self, each: Each) -> Tensor:
         """Read, check and decode it into memory of its own."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor ready to be written."""
+
+    pieces: Sequence[Piece]
+    plan: Plan | None
+    """By which it was packed; none if plain."""
+    error: float | None = None
+    """What that cost, relative RMS; none if nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +103,10 @@ class PlainMember:
 
     def plan(self) -> Plan | None:
         """Return none: there is nothing to decode."""
+        return None
+
+    def error(self) -> float | None:
+        """Return none."""
         return None
 
     def load(self, each: Each) -> Tensor:

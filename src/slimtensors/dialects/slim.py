@@ -13,12 +13,22 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs import Dense
+from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import Chunk, Entry, Piece, StoredFile, has_code
 from slimtensors.dialects.manifest import VERSION
-from slimtensors.dialects.member import Member, PlainMember, Stored, checksum, plain_piece
+from slimtensors.dialects.member import Member, Packed, PlainMember, Stored, checksum, plain_piece
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
-from slimtensors.plan import Encoded, Plan, decode, describe, encode, max_decoded, plan_of, rebuild
+from slimtensors.plan import (
+    Encoded,
+    Plan,
+    decode,
+    describe,
+    encode,
+    max_decoded,
+    plan_of,
+    rebuild,
+    relative_error,
+)
 from slimtensors.spec import Each, Json, Spec, as_bytes
 
 NAME = "slim"
@@ -49,6 +59,11 @@ class BlobMember:
         """Return what the blob's header says."""
         return plan_of(self._header())
 
+    def error(self) -> float | None:
+        """Return what was measured when the blob was made."""
+        error = self._header().get("error")
+        return float(error) if isinstance(error, int | float) else None
+
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
         raw = self.file.read(self.entry)
@@ -70,15 +85,17 @@ def check(name: str, spec: Spec) -> None:
     """Do nothing: a blob can hold every dtype."""
 
 
-def pieces(name: str, x: Tensor, plan: Plan | None, each: Each) -> tuple[list[Piece], Plan | None]:
-    """Return `x` as it goes into a file, and the plan by which."""
+def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
+    """Return `x` as it goes into a file."""
     if plan is None:
         if has_code(Spec.of(x)) and not _looks_like_blob(x):
-            return [plain_piece(name, x, each)], None
-        plan = Plan(Dense())  # what safetensors cannot say, or what would be taken for a blob
-    chunks = pack(encode(plan, x, each), each)
+            return Packed([plain_piece(name, x, each)], None)
+        # What safetensors cannot say, or what would be taken for a blob.
+        plan = Plan(TorchQuantized() if x.is_quantized else Dense())
+    error = relative_error(plan, x)
+    chunks = pack(encode(plan, x, each), each, error)
     size = sum(len(chunk) for chunk in chunks)
-    return [Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan
+    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error)
 
 
 def _looks_like_blob(x: Tensor) -> bool:
@@ -93,7 +110,7 @@ def member(stored: Stored, *, blob: bool | None) -> Member:
     return BlobMember(stored.file, stored.entry) if blob else PlainMember(stored)
 
 
-def pack(encoded: Encoded, each: Each) -> list[Chunk]:
+def pack(encoded: Encoded, each: Each, error: float | None = None) -> list[Chunk]:
     """Return the chunks that make up the blob of an encoded tensor."""
     body: list[Chunk] = []
     at: dict[str, tuple[int, int]] = {}
@@ -112,8 +129,12 @@ def pack(encoded: Encoded, each: Each) -> list[Chunk]:
         body.append(padding)
         end += len(padding)
     header = {**describe(encoded, at), "crc32c": seal}
+    if error is not None:
+        header["error"] = error
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
+    if encoded.spec.shape == (_START.size + len(text) + end,):
+        text += b" " * _ALIGN  # a loader that does not know us must find another shape
     start = _START.pack(MAGIC, VERSION, len(text), 0)[:12]
     return [start, _core.crc32c(text, _core.crc32c(start)).to_bytes(4, "little"), text, *body]
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import slimtensors
-from slimtensors import Bitmask, Bitmask24, Dense, chain
+from slimtensors import Bitmask, Bitmask24, Dense, Plan, chain
+from slimtensors.codecs import Density, Gaps, Huffman
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16]
 STRANGE = [torch.complex128, torch.complex32, torch.bits16, torch.int4, torch.float4_e2m1fn_x2]
@@ -88,11 +89,33 @@ CONTENT = {
     "bitmask24": lambda: {str(d)[6:]: two_four(8, 9, 36, d) for d in DTYPES},
     "dense": lambda: {"x": noise(9, 20, torch.float32), "y": torch.zeros(9, 9)},
     "strange": strange,
+    "coded": lambda: {name: x.clone() for name, x in coded().items()},
     "trees": lambda: {
         "a": half_zero(12, 30, 20, torch.float32),
         "b": two_four(13, 30, 20, torch.float32),
     },
 }
+
+CODED = {
+    "floats": Plan(Huffman()),
+    "integers": Plan(Huffman()),
+    "bytes": chain(Bitmask(), mask=Huffman(), values=Huffman()),
+    "gaps": chain(Bitmask(), mask=chain(Gaps(), tokens=Huffman()), values=Huffman()),
+    "density": chain(Bitmask(), mask=Density(), values=Huffman()),
+}
+
+
+def coded() -> dict[str, torch.Tensor]:
+    """Return tensors whose exponents, integers and masks are far from random."""
+    near = noise(20, 600, torch.uint16).view(torch.int16) // 256
+    sparse = half_zero(21, 24, 40, torch.uint8)
+    sparse[::2] *= half_zero(22, 12, 40, torch.uint8) > 0
+    return {
+        "floats": (near.float() / 64).bfloat16().view(20, 30),
+        "integers": near.abs().to(torch.int32),
+        **dict.fromkeys(("bytes", "gaps", "density"), sparse),
+    }
+
 
 TREES = {
     "a": chain(Bitmask(), mask=Dense(), values=chain(Bitmask(), values=Dense())),
@@ -105,6 +128,7 @@ FILES = {
     "slim/bitmask24": {"preset": "bitmask24"},
     "slim/dense": {"preset": "dense"},
     "slim/strange": {},
+    "slim/coded": {"preset": lambda name, x: CODED[name]},
     "slim/trees": {"preset": lambda name, x: TREES[name]},
     "slim/shards/mixed": {"max_shard_size": 1200},
     "compressed-tensors/mixed": {},

@@ -1,0 +1,53 @@
+"""`slimtensors diff`: store a model as its difference from another one."""
+
+import argparse
+
+from slimtensors.archive import Archive
+from slimtensors.cli import console
+from slimtensors.delta import diff
+from slimtensors.folder import diff_folder, is_model
+from slimtensors.summary import counted, human
+
+
+def add_to(verbs: "console.Verbs") -> None:
+    """Add the verb."""
+    verb = console.new_verb(
+        verbs,
+        "diff",
+        "store a model as its exact difference from a base",
+        "slimtensors diff my-finetune --base my-model -o my-finetune-delta",
+    )
+    console.add_source(verb)
+    verb.add_argument("--base", required=True, help="the model to differ from")
+    console.add_target(verb)
+    console.add_threads(verb)
+    console.add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the delta, then say how large it is."""
+    console.refuse_existing(options.output, force=options.force)
+    with Archive(options.source) as archive:
+        total = sum(archive.spec(name).nbytes for name in archive)
+    with console.progress(total, "diff") as bar:
+        if is_model(options.source):
+            summary = diff_folder(
+                options.source,
+                options.base,
+                options.output,
+                replace=options.force,
+                threads=options.threads,
+                progress=bar,
+            )
+        else:
+            summary = diff(
+                options.source, options.base, options.output, threads=options.threads, progress=bar
+            )
+    if options.json:
+        console.print_json(summary.to_json())
+    elif not options.quiet:
+        changed = counted(len(summary.tensors), "tensor")
+        times = total / summary.stored_bytes if summary.stored_bytes else float("inf")
+        print(f"{changed} changed: {human(summary.stored_bytes)}, {times:.1f}x smaller than whole")
+    return 0

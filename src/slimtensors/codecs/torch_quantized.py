@@ -1,0 +1,52 @@
+"""Tensors of torch's own quantized dtypes."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from slimtensors.codecs.registry import register
+from slimtensors.errors import CorruptFileError, UnsupportedTensorError
+from slimtensors.spec import QUANTIZED, Parts, Spec
+
+_PER_TENSOR = torch.per_tensor_affine
+_PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+
+
+@register
+@dataclass(frozen=True)
+class TorchQuantized:
+    """Take a tensor of qint8, quint8 or qint32 apart: integers, scales, zero points. Lossless."""
+
+    name: ClassVar[str] = "torch-quantized"
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `q`, `scale`, `zero_point`, and `axis` where there is a scale per channel."""
+        scheme = x.qscheme()
+        if scheme == _PER_TENSOR:
+            scale = torch.tensor(x.q_scale(), dtype=torch.float64)
+            return {"q": x.int_repr(), "scale": scale, "zero_point": torch.tensor(x.q_zero_point())}
+        if scheme not in _PER_CHANNEL:
+            raise UnsupportedTensorError(f"cannot store a tensor quantized as {scheme}")
+        return {
+            "q": x.int_repr(),
+            "scale": x.q_per_channel_scales(),
+            "zero_point": x.q_per_channel_zero_points(),
+            "axis": torch.tensor(x.q_per_channel_axis()),
+        }
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Put the integers, scales and zero points together."""
+        q, scale, zero_point = parts["q"], parts["scale"], parts["zero_point"]
+        if Spec.of(q) != Spec(QUANTIZED[like.dtype], like.shape):
+            raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
+        q = q.clone()  # it may lie in the file's pages
+        if "axis" not in parts:
+            if scale.numel() != 1 or zero_point.numel() != 1:
+                raise CorruptFileError("several scales and no axis")
+            return torch._make_per_tensor_quantized_tensor(q, scale.item(), int(zero_point))
+        axis = int(parts["axis"])
+        if not 0 <= axis < q.dim() or not scale.shape == zero_point.shape == (q.shape[axis],):
+            raise CorruptFileError(f"{scale.numel()} scales do not fit axis {axis} of {like.shape}")
+        return torch._make_per_channel_quantized_tensor(q, scale.clone(), zero_point.clone(), axis)
