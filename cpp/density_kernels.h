@@ -24,7 +24,7 @@ constexpr std::uint32_t chance_of_one(unsigned code) {
     return code & 128 ? chance_unit - rare : rare;
 }
 
-// More states are faster but cost two bytes each, so short masks use fewer.
+// More states are faster but cost three bytes each, so short masks use fewer.
 constexpr std::size_t vectors_for(std::size_t mask_bytes) {
     return mask_bytes < std::size_t{1} << 15 ? 1 : mask_bytes < std::size_t{1} << 17 ? 2 : most_vectors;
 }

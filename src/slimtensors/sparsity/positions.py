@@ -21,7 +21,7 @@ _STRUCTURE = 0.97
 """What rows and columns of different density save at least, in every real model we measured."""
 _DESCRIBED = {"huffman": 200, "gaps": 420, "density": 170}
 """Bytes that a file takes to describe a codec for a mask, with tables and directories."""
-_CHUNK_BYTES, _CHUNK_COST = 1 << 18, 72
+_CHUNK_BYTES, _CHUNK_COST = 1 << 18, 104
 """What `density` adds to each chunk."""
 
 
