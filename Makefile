@@ -35,4 +35,4 @@ $(VENV)/developing: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-output
+	rm -rf $(VENV) .venv-bench benchmarks/results build dist demo-output

@@ -63,19 +63,23 @@ class Workers:
             return
         queue: deque[tuple[Future[T] | Item, int]] = deque()
         total = 0
+
+        def take() -> T:  # a function, so that nothing here holds the result while others work
+            nonlocal total
+            job, freed = queue.popleft()
+            total -= freed
+            return job.result() if isinstance(job, Future) else work(job)
+
         try:
             for item in items:
                 cost = size(item)
                 while queue and (total + cost > _IN_FLIGHT or len(queue) > 4 * self._count):
-                    job, freed = queue.popleft()
-                    total -= freed
-                    yield job.result() if isinstance(job, Future) else work(job)
+                    yield take()
                 small = cost < _SMALL
                 queue.append((item if small else self._pool.submit(work, item), cost))
                 total += cost
             while queue:
-                job, _ = queue.popleft()
-                yield job.result() if isinstance(job, Future) else work(job)
+                yield take()
         finally:
             for job, _ in queue:
                 if isinstance(job, Future):

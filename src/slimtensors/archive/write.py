@@ -133,13 +133,19 @@ def _encode_all(
     ordered = sorted(state.items, key=lambda item: -item.spec.dtype.itemsize)
     done: dict[str, _Done] = {}
     seen: set[str] = set()
-    for result in workers.in_order(one, ordered, lambda item: item.spec.nbytes):
+
+    def put_away(result: _Done) -> _Done:
         for piece in result.pieces:
             if piece.name in seen:
                 raise ConfigError(f"{piece.name}: is the name of a tensor and of a part of another")
             seen.add(piece.name)
         put(result.pieces)
-        done[result.item.name] = result.emptied()
+        return result.emptied()
+
+    # By `map`, because a loop variable would keep the data of one tensor until the next is ready.
+    results = workers.in_order(one, ordered, lambda item: item.spec.nbytes)
+    for result in map(put_away, results):
+        done[result.item.name] = result
         if progress:
             progress(result.item.spec.nbytes)
     return [done[item.name] for item in state.items]

@@ -62,7 +62,7 @@ def mask_bytes(numel: int, row: int) -> int:
 def find(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
     """Return the mask of nonzero items, and how many there are in each chunk of it."""
     numel = items.numel() // itemsize
-    mask = torch.empty(mask_bytes(numel, row), dtype=torch.uint8)
+    mask = empty(Spec(torch.uint8, (mask_bytes(numel, row),)))
     spans = chunks(numel, row)
 
     def one(i: int) -> int:
@@ -77,7 +77,7 @@ def gather(
     items: Tensor, itemsize: int, row: int, mask: Tensor, counts: list[int], each: Each
 ) -> Tensor:
     """Return the bytes of the items that `mask` selects; `counts` as `find` returned them."""
-    values = torch.empty(sum(counts) * itemsize, dtype=torch.uint8)
+    values = empty(Spec(torch.uint8, (sum(counts) * itemsize,)))
     spans = chunks(items.numel() // itemsize, row)
     offsets = list(pairwise(accumulate(counts, initial=0)))
 
