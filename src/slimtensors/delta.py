@@ -59,7 +59,7 @@ def diff(
             how[name] = ["difference", digest(y)]
             return d
 
-        return Item(name, _difference_spec(spec) if has_base else spec, read)
+        return Item(name, _difference_spec(spec) if has_base else spec, read, always_blob=True)
 
     state = State(
         [item(name) for name in after if name not in tied],

@@ -1,10 +1,11 @@
 """Model folders as transformers writes them: weights, `config.json` and whatever else is there."""
 
 import json
+import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,16 +18,18 @@ from slimtensors import presets
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.container import (
     SINGLE,
+    LocalPlace,
     Place,
     StrPath,
     local,
     place,
+    sync_folder,
     weight_files,
     write_index,
     write_json,
 )
 from slimtensors.delta import diff, restore
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, nearest
 from slimtensors.presets import Choice, Chooser
 from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
 from slimtensors.spec import Json
@@ -44,6 +47,15 @@ def matching(only: list[str], skip: list[str]) -> Keep:
         return wanted and not any(fnmatchcase(name, glob) for glob in skip)
 
     return keep
+
+
+def check_globs(names: Iterable[str], globs: list[str]) -> None:
+    """Raise for the first glob that matches no name: it is probably misspelt."""
+    known = list(names)
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in known):
+            hint = nearest(glob, known[:2000]) if len(known) < 20 else "see slimtensors inspect"
+            raise ConfigError(f"{glob!r} matches no tensor; {hint}")
 
 
 def is_model(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> bool:
@@ -80,7 +92,7 @@ def compress_folder(
     choose = _counting(limited(presets.find(preset), keep), zeros)
     with (
         Archive(source, storage_options=storage_options) as archive,
-        _new_folder(local(target), replace=replace) as folder,
+        _new_folder(target, source, replace=replace) as folder,
     ):
         was_coded = _is_coded(archive)
         how = _How(choose, dialect, max_shard_size, threads, progress)
@@ -109,7 +121,7 @@ def decompress_folder(
     where = place(source, storage_options=storage_options)
     with (
         Archive(source, storage_options=storage_options) as archive,
-        _new_folder(local(target), replace=replace) as folder,
+        _new_folder(target, source, replace=replace) as folder,
     ):
         was_coded = _is_coded(archive)
         how = _How(presets.dense, "slim", None, threads, progress)
@@ -146,7 +158,7 @@ def diff_folder(
     progress: Progress | None = None,
 ) -> Summary:
     """Write a folder whose weights are a delta from `base`, with the other files of `new`."""
-    with _new_folder(local(target), replace=replace) as folder:
+    with _new_folder(target, new, base, replace=replace) as folder:
         summary = diff(new, base, folder / SINGLE, threads=threads, progress=progress)
         _copy_others(place(new), folder)
     return summary
@@ -161,8 +173,8 @@ def restore_folder(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write the folder that `diff_folder` was given, its weights plain."""
-    with _new_folder(local(target), replace=replace) as folder:
+    """Write the folder that `diff_folder` was given, its weights plain and in one file."""
+    with _new_folder(target, delta, base, replace=replace) as folder:
         summary = restore(delta, base, folder / SINGLE, threads=threads, progress=progress)
         _copy_others(place(delta), folder)
     return summary
@@ -186,27 +198,44 @@ def _counting(choose: Chooser, zeros: dict[str, Zeros]) -> Chooser:
 
 
 @contextmanager
-def _new_folder(target: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a folder to fill, which takes the name of `target` at the end, or disappears."""
-    if target.exists() and not replace:
-        raise ConfigError(f"{target}: exists already")
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target}: is a file, not a folder")
+def _new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path]:
+    """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
+    target = Path(os.path.realpath(local(path)))
+    if target.exists():
+        _check_replaceable(target, sources, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     mark = secrets.token_hex(4)
     folder = target.with_name(f".{target.name}.{mark}.slimtensors-tmp")
     folder.mkdir()
     try:
         yield folder
-        if target.exists():
-            old = target.with_name(f".{target.name}.{mark}.slimtensors-old")
-            target.rename(old)
+        old = target.with_name(f".{target.name}.{mark}.slimtensors-old")
+        try:
+            if target.exists():
+                target.rename(old)
             folder.rename(target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        sync_folder(target.parent)
+        if old.exists():
             shutil.rmtree(old)
-        else:
-            folder.rename(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:
+    """Raise if replacing a folder would destroy what nobody wants destroyed."""
+    if not replace:
+        raise ConfigError(f"{target}: exists already")
+    if not target.is_dir():
+        raise ConfigError(f"{target}: is a file, not a folder")
+    paths = [Path(os.path.realpath(source)) for source in sources]
+    if any(target in (path if path.is_dir() else path.parent).parents for path in paths):
+        raise ConfigError(f"{target}: holds the source's folder and cannot be replaced")
+    if any(target.iterdir()) and not any(target.rglob("*.safetensors")):
+        raise ConfigError(f"{target}: holds something, but no model, and is not replaced")
 
 
 def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> Summary:
@@ -243,7 +272,11 @@ def _copy_others(where: Place, folder: Path) -> None:
             continue
         copied = folder / name
         copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(source.child(name).read())
+        original = source.child(name)
+        if isinstance(original, LocalPlace):
+            shutil.copy(original.path, copied)
+        else:
+            copied.write_bytes(original.read())
 
 
 def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
@@ -251,7 +284,7 @@ def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
     if not path.exists():
         return
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path.name}: is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -270,7 +303,8 @@ def _described(
     before = {key: config[key] for key in _SECTIONS if key in config}
     items = sum(count.items for count in zeros.values())
     zero = sum(count.zero + count.negative for count in zeros.values())
-    kind = Sparse24BitmaskConfig if set(codecs) == {"bitmask24"} else BitmaskConfig
+    kinds = {codec.partition("(")[0] for codec in codecs}
+    kind = Sparse24BitmaskConfig if kinds == {"bitmask24"} else BitmaskConfig
     sparsity = kind(global_sparsity=round(zero / items, 4)).to_dict()
     if dialect == "compressed-tensors":
         section: Json = {"quant_method": dialect, "sparsity_config": sparsity}
@@ -283,6 +317,8 @@ def _described(
         }
     if before:
         section["before"] = before  # so that decompressing can put it back
+    if not kinds & {"bitmask", "bitmask24"}:
+        return {**config, "quantization_config": section}
     return {**config, "quantization_config": section, "sparsity_config": sparsity}
 
 

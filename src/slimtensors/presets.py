@@ -73,7 +73,7 @@ def extreme(name: str, x: Tensor) -> Choice:
     """
     if x.dim() < 2 or not x.is_floating_point() or x.element_size() == 1:
         return _smallest(x)
-    if not torch.isfinite(x).all():
+    if not torch.isfinite(x.float()).all():
         return replace(_smallest(x), note="holds NaN or infinity and is kept exact")
     rounding = Int(8)
     if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,10 +273,57 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
         assert run(verb, source, "-o", target) == 2
         assert capsys.readouterr().err == f"slimtensors: {target}: exists already; -f replaces it\n"
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
+    assert run("compress", source, "-o", target, "-f", "-q") == 2  # it is no model
+    assert "holds something, but no model" in capsys.readouterr().err
+    slimtensors.save({"old": torch.ones(3)}, target)
     assert run("compress", source, "-o", target, "-f", "-q") == 0
     assert slimtensors.verify(target, against=source)
     assert not (target / "mine.txt").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"model", "small"}
+
+
+def test_a_folder_that_holds_the_source_is_not_replaced(tmp_path, capsys):
+    source = write_folder(tmp_path / "models" / "one")
+    assert run("compress", source, "-o", tmp_path / "models", "-f") == 2
+    assert "holds the source" in capsys.readouterr().err
+    assert slimtensors.load(source)
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path):
+    source, real = write_folder(tmp_path / "model"), write_folder(tmp_path / "real")
+    (tmp_path / "link").symlink_to(real)
+    assert run("compress", source, "-o", tmp_path / "link", "-f", "-q") == 0
+    assert (tmp_path / "link").is_symlink()
+    assert slimtensors.verify(real, against=source)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "real", "link"}
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_the_old_folder_survives_an_interrupt_between_two_renames(tmp_path, monkeypatch, moment):
+    source, target = write_folder(tmp_path / "model"), write_folder(tmp_path / "target")
+    want = files(target)
+    rename, count = Path.rename, 0
+
+    def interrupted(self, other):
+        nonlocal count
+        count += 1
+        if count == moment:
+            raise KeyboardInterrupt
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    assert run("compress", source, "-o", target, "-f", "-q") == 130
+    monkeypatch.undo()
+    assert files(target) == want
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "target"}
+
+
+def test_a_glob_that_matches_nothing_is_an_error(tmp_path, capsys):
+    source = write_folder(tmp_path / "model")
+    for verb in ("compress", "decompress", "inspect"):
+        to = [] if verb == "inspect" else ["-o", tmp_path / "x"]
+        assert run(verb, source, "--only", "typo*", *to) == 2
+        assert "'typo*' matches no tensor" in capsys.readouterr().err
 
 
 def test_a_folder_does_not_replace_a_file(tmp_path, capsys):

@@ -595,9 +595,8 @@ class Odd(torch.Tensor):
     ("value", "words"),
     [
         (torch.eye(4).to_sparse(), "layout torch.sparse_coo; store x.to_dense"),
-        (torch.quantize_per_tensor, "a builtin_function_or_method is not a tensor"),
-        ([1.0], "a list is not a tensor"),
-        (None, "a NoneType is not a tensor"),
+        (torch.quantize_per_tensor, "a builtins.builtin_function_or_method cannot be stored"),
+        ({1, 2}, "a builtins.set cannot be stored"),
         (torch.empty(3, device="meta"), "meta device"),
         (torch.ones(3).as_subclass(Odd), "tensor type Odd"),
     ],
@@ -611,14 +610,6 @@ def test_what_cannot_be_stored_is_refused_by_name_before_anything_is_written(pat
     assert len(list(path.parent.iterdir())) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*quantized:UserWarning")
-def test_a_quantized_tensor_is_refused_by_name(path):
-    q = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    with pytest.raises(UnsupportedTensorError, match=r"odd: .*qint8"):
-        slimtensors.save({"odd": q}, path)
-
-
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
 def test_a_name_that_the_format_cannot_hold_is_refused(path, name):
     with pytest.raises(UnsupportedTensorError, match="name"):
@@ -626,11 +617,6 @@ def test_a_name_that_the_format_cannot_hold_is_refused(path, name):
     x = torch.ones(3)
     with pytest.raises(UnsupportedTensorError, match="name"):
         slimtensors.save({"tied": x, name: x}, path)
-
-
-def test_a_name_that_is_not_text_is_refused(path):
-    with pytest.raises(ConfigError, match="must be text, not 3"):
-        slimtensors.save({3: torch.ones(3)}, path)
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])

@@ -37,7 +37,14 @@ class Archive:
         """Return an archive of only these tensors of this one."""
         part = copy(self)
         part._members = {name: self._find(name) for name in names}
+        if len(part) < len(self):
+            part.tree = None  # an outline of all would name tensors that are not there
         return part
+
+    def check_whole(self) -> None:
+        """Raise if this is a delta, whose tensors are not those of the model."""
+        if self.delta is not None:
+            raise ConfigError(f"{self.path}: is a difference from another model; restore it")
 
     def keys(self) -> list[str]:
         """List the names of all tensors in the order they were saved, tied names last."""
@@ -104,6 +111,7 @@ class Archive:
 
     def get_tensor(self, name: str, *, device: torch.device | str = "cpu") -> Tensor:
         """Read and decode one tensor."""
+        self.check_whole()
         return self.load_one(name, serially).to(device)
 
     def items(
@@ -113,6 +121,7 @@ class Archive:
 
         Tied names yield the same tensor.
         """
+        self.check_whole()
         tied = self.tied()
         held: dict[str, Tensor] = {}
         homes = set(tied.values())
@@ -176,8 +185,6 @@ def load(
     A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
     """
     with open(path, storage_options=storage_options) as archive:
-        if archive.delta is not None:
-            raise ConfigError(f"{archive.path}: is a difference from another model; restore it")
         tensors = dict(archive.items(device=device, threads=threads))
         return tensors if archive.tree is None else _rebuilt(archive, tensors)
 

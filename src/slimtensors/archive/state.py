@@ -20,6 +20,8 @@ class Item:
     spec: Spec
     read: Callable[[Each], Tensor | None]
     """Returns it in main memory; none if it turns out that there is nothing to store."""
+    always_blob: bool = False
+    """Whether other readers must never take it for the tensor of its name."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,9 @@ def _archived(archive: Archive) -> State:
     def item(name: str) -> Item:
         return Item(name, archive.spec(name), lambda each: archive.load_one(name, each))
 
+    archive.check_whole()
     tied = archive.tied()
-    return State(
-        [item(name) for name in archive if name not in tied], tied, archive.tree, archive.delta
-    )
+    return State([item(name) for name in archive if name not in tied], tied, archive.tree)
 
 
 def _given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:

@@ -58,6 +58,8 @@ def verify(
         if other is not None:
             different |= {name: f"is only in {path}" for name in archive if name not in other}
             different |= {name: f"is only in {against}" for name in other if name not in archive}
+            if (archive.tree, archive.delta) != (other.tree, other.delta):
+                different["<state>"] = "what is not a tensor differs"
 
         def one(name: str) -> str | FormatError:
             try:

@@ -1,10 +1,9 @@
 """The threads of an archive."""
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -32,21 +31,27 @@ class Workers:
         """Run `work(0)` … `work(count - 1)` here and on idle threads.
 
         The caller works too and waits only for helpers that have begun, so that calls may nest.
+        After a failure nobody begins another piece.
         """
         if self._pool is None or count < 2:
             return serially(work, count)
         results: dict[int, T] = {}
-        numbers = itertools.count()
+        numbers = iter(range(count))
 
         def help_out() -> None:
-            while (i := next(numbers)) < count:
-                results[i] = work(i)
+            try:
+                for i in numbers:
+                    results[i] = work(i)
+            except BaseException:
+                deque(numbers, maxlen=0)  # leave nothing to the others
+                raise
 
         helpers = [self._pool.submit(help_out) for _ in range(min(self._count, count) - 1)]
         try:
             help_out()
         finally:
             begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)
         for helper in begun:
             helper.result()
         return [results[i] for i in range(count)]

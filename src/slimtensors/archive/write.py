@@ -11,7 +11,7 @@ from slimtensors import dialects, presets
 from slimtensors.archive.read import Archive
 from slimtensors.archive.state import Item, State, as_state
 from slimtensors.archive.workers import Workers
-from slimtensors.codecs import TorchQuantized
+from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import (
     FileOutput,
     FolderOutput,
@@ -22,7 +22,7 @@ from slimtensors.container import (
     parse_size,
 )
 from slimtensors.dialects import KEY, Dialect, Manifest, Packed
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, UnsupportedTensorError
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice, Chooser
 from slimtensors.spec import Each, dtype_name
@@ -155,11 +155,15 @@ def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
     if x is None:
         return _Done(item, Packed([], None), "")
-    choice = _choice(item.name, x, choose)
     try:
+        choice = _choice(item.name, x, choose)
+        if item.always_blob and choice.plan is None:
+            choice = replace(choice, plan=Plan(Dense()))
         packed = how.packed(item.name, x, choice.plan, each)
-    except ConfigError as error:
-        raise ConfigError(f"{item.name}: {error}") from error
+    except (ConfigError, UnsupportedTensorError) as error:
+        raise type(error)(f"{item.name}: {error}") from error
+    if item.always_blob:
+        return _Done(item, packed, choice.note)
     size = _size(packed.pieces)
     if choice.plan is None or size < item.spec.nbytes:
         return _Done(item, packed, choice.note)
@@ -180,7 +184,7 @@ def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
         return Choice(choice)
     if not isinstance(choice, Choice):
         kind = type(choice).__name__
-        raise ConfigError(f"{name}: the function that chooses plans returned a {kind}")
+        raise ConfigError(f"the function that chooses plans returned a {kind}")
     return choice
 
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(error, USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was changed", INTERRUPTED)
+        return _fail("interrupted", INTERRUPTED)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,9 +5,10 @@ import argparse
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
 from slimtensors.cli import console
+from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
-from slimtensors.folder import compress_folder, is_model, limited, matching
-from slimtensors.summary import Summary
+from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
+from slimtensors.summary import Summary, counted
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -22,7 +23,9 @@ def add_to(verbs: "console.Verbs") -> None:
     console.add_target(verb, required=False)
     verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
     verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
-    verb.add_argument("--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, …")
+    verb.add_argument(
+        "--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, ..."
+    )
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
     console.add_threads(verb)
@@ -37,13 +40,19 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError("compress needs -o, or --dry-run")
         console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
-        total = sum(archive.spec(name).nbytes for name in archive)
+        check_globs(archive, options.only + options.skip)
+        parse_size(options.max_shard_size)
+        total = console.dense_bytes(archive)
         with console.progress(total, "compress") as bar:
             summary = _compress(options, archive, bar)
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
         print(summary)
+        signed = [tensor.name for tensor in summary.tensors if "-0.0" in tensor.note]
+        if signed:
+            what = counted(len(signed), "tensor")
+            print(f"{what} with -0.0 among the zeros, kept as values: {signed[0]} ...")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from slimtensors.archive import Archive
 from slimtensors.container import local
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Json
@@ -30,7 +31,7 @@ def new_verb(verbs: "Verbs", name: str, help: str, example: str) -> argparse.Arg
 
 def add_source(verb: argparse.ArgumentParser) -> None:
     """Add the argument that names what is read."""
-    verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://…)")
+    verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://...)")
 
 
 def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -58,6 +59,12 @@ def add_threads(verb: argparse.ArgumentParser) -> None:
 def add_json(verb: argparse._ActionsContainer) -> None:
     """Add the output for machines."""
     verb.add_argument("--json", action="store_true", help="print JSON (see docs/schemas)")
+
+
+def dense_bytes(archive: Archive) -> int:
+    """Return how many bytes the tensors of an archive have in memory; tied ones count once."""
+    tied = archive.tied()
+    return sum(archive.spec(name).nbytes for name in archive if name not in tied)
 
 
 def print_json(data: Json) -> None:

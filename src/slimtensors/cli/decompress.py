@@ -4,7 +4,7 @@ import argparse
 
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.cli import console
-from slimtensors.folder import decompress_folder, is_model, matching
+from slimtensors.folder import check_globs, decompress_folder, is_model, matching
 from slimtensors.summary import Summary, counted, human
 
 
@@ -29,8 +29,10 @@ def run(options: argparse.Namespace) -> int:
     console.refuse_existing(options.output, force=options.force)
     keep = matching(options.only, options.skip)
     with Archive(options.source) as archive:
+        archive.check_whole()
+        check_globs(archive, options.only + options.skip)
         kept = archive.select(name for name in archive if keep(name))
-        total = sum(kept.spec(name).nbytes for name in kept)
+        total = console.dense_bytes(kept)
         with console.progress(total, "decompress") as bar:
             summary = _decompress(options, kept, bar)
     if options.json:

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the delta, then say how large it is."""
     console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
-        total = sum(archive.spec(name).nbytes for name in archive)
+        total = console.dense_bytes(archive)
     with console.progress(total, "diff") as bar:
         if is_model(options.source):
             summary = diff_folder(
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         console.print_json(summary.to_json())
     elif not options.quiet:
         changed = counted(len(summary.tensors), "tensor")
-        times = total / summary.stored_bytes if summary.stored_bytes else float("inf")
-        print(f"{changed} changed: {human(summary.stored_bytes)}, {times:.1f}x smaller than whole")
+        size = summary.stored_bytes
+        times = f", {total / size:.1f}x smaller than whole" if size else ""
+        print(f"{changed} changed: {human(size)}{times}")
     return 0

@@ -4,7 +4,7 @@ import argparse
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
-from slimtensors.folder import matching
+from slimtensors.folder import check_globs, matching
 from slimtensors.summary import Stored, Summary, human
 
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item")
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the table."""
     keep = matching(options.only, options.skip)
     with Archive(options.source) as archive:
+        check_globs(archive, options.only + options.skip)
         summary = archive.select(name for name in archive if keep(name)).summary()
     if options.json:
         console.print_json(summary.to_json())

@@ -18,7 +18,7 @@ from slimtensors.container.shards import (
     write_index,
     write_json,
 )
-from slimtensors.container.writer import Chunk, Piece
+from slimtensors.container.writer import Chunk, Piece, sync_folder
 
 __all__ = [
     "INDEX",
@@ -41,6 +41,7 @@ __all__ = [
     "open_files",
     "parse_size",
     "place",
+    "sync_folder",
     "weight_files",
     "write_index",
     "write_json",

@@ -2,10 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
-from slimtensors.container.source import MappedFile, RemoteFile, Source
+from slimtensors.container.source import MappedFile, RemoteFile, Source, naming
 from slimtensors.errors import ConfigError, MissingDependencyError
 
 StrPath = str | os.PathLike[str]
@@ -89,50 +89,56 @@ class RemotePlace:
     """A path in one of fsspec's file systems."""
 
     filesystem: Any
-    path: PurePosixPath
+    path: str  # not a PurePath, which would take a slash out of http://
 
     def __str__(self) -> str:
-        return str(self.filesystem.unstrip_protocol(str(self.path)))
+        return str(self.filesystem.unstrip_protocol(self.path))
 
     @property
     def name(self) -> str:  # noqa: D102
-        return self.path.name
+        return self.path.rpartition("/")[2]
 
     def parent(self) -> "RemotePlace":  # noqa: D102
-        return RemotePlace(self.filesystem, self.path.parent)
+        return RemotePlace(self.filesystem, self.path.rpartition("/")[0])
 
     def child(self, name: str) -> "RemotePlace":  # noqa: D102
-        return RemotePlace(self.filesystem, self.path / name)
+        return RemotePlace(self.filesystem, f"{self.path}/{name}")
 
     def is_folder(self) -> bool:  # noqa: D102
-        return bool(self.filesystem.isdir(str(self.path)))
+        with naming(str(self)):
+            return not self.filesystem.isfile(self.path) and bool(self.filesystem.isdir(self.path))
 
     def files(self) -> list[str]:  # noqa: D102
-        listing = self.filesystem.ls(str(self.path), detail=True)
-        return sorted(PurePosixPath(e["name"]).name for e in listing if e["type"] == "file")
+        with naming(str(self)):
+            listing = self.filesystem.ls(self.path, detail=True)
+        return sorted(e["name"].rpartition("/")[2] for e in listing if e["type"] == "file")
 
     def walk(self) -> list[str]:  # noqa: D102
-        found = map(PurePosixPath, self.filesystem.find(str(self.path)))
-        return sorted(str(path.relative_to(self.path)) for path in found)
+        with naming(str(self)):
+            found = self.filesystem.find(self.path)
+        return sorted(str(path).removeprefix(self.path).lstrip("/") for path in found)
 
     def read(self) -> bytes:  # noqa: D102
-        return bytes(self.filesystem.cat_file(str(self.path)))
+        with naming(str(self)):
+            return bytes(self.filesystem.cat_file(self.path))
 
     def open(self) -> Source:  # noqa: D102
-        return RemoteFile(self.filesystem, str(self.path), str(self))
+        return RemoteFile(self.filesystem, self.path, str(self))
 
 
 def local(path: StrPath) -> Path:
     """Return a path that can be written; raise if it is a URL."""
     if isinstance(path, str) and "://" in path:
         raise ConfigError(f"{path}: only local files can be written")
+    if path == "":
+        raise ConfigError("an empty path names nothing")
     return Path(path)
 
 
 def place(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> Place:
     """Return the place that a path or URL names; `storage_options` go to the file system."""
     if not (isinstance(where, str) and "://" in where):
-        return LocalPlace(Path(where))
+        return LocalPlace(local(where))
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -143,4 +149,4 @@ def place(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> P
         raise MissingDependencyError(str(error), "remote") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return RemotePlace(filesystem, PurePosixPath(path))
+    return RemotePlace(filesystem, path.rstrip("/"))

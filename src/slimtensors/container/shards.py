@@ -187,8 +187,8 @@ def write_json(path: Path, data: Json) -> None:
     """Write a JSON file that appears whole or not at all."""
     temporary = path.with_name(f".{path.name}.slimtensors-tmp")
     try:
-        with temporary.open("w") as file:
-            file.write(json.dumps(data, indent=2) + "\n")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

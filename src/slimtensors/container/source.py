@@ -3,10 +3,12 @@
 import mmap
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from slimtensors.errors import CorruptFileError
+from slimtensors.errors import CorruptFileError, SlimError
 
 _PAGE = mmap.PAGESIZE
 _LARGE = 1 << 20
@@ -63,12 +65,29 @@ class MappedFile:
             self._map.madvise(getattr(mmap, advice), start, end - start)
 
 
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Make errors of a file system `OSError`s that name what could not be reached."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{url}: no such file or folder") from None
+    except (OSError, SlimError):
+        raise
+    except Exception as error:  # every client of a storage service has its own kinds
+        raise OSError(f"{url}: {error}") from error
+
+
 class RemoteFile:
     """A file of fsspec's. Small reads come from a block read ahead, large ones go by themselves."""
 
     def __init__(self, filesystem: Any, path: str, name: str) -> None:
         self.name = name
-        self.size = int(filesystem.info(path)["size"])
+        with naming(name):
+            size = filesystem.info(path)["size"]
+        if size is None:
+            raise OSError(f"{name}: the server does not say how large it is")
+        self.size = int(size)
         self._filesystem, self._path = filesystem, path
         self._ahead, self._block = 0, memoryview(b"")
         self._lock = threading.Lock()
@@ -93,7 +112,8 @@ class RemoteFile:
     def _fetch(self, begin: int, end: int) -> memoryview:
         if begin == end:
             return memoryview(b"")
-        data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
+        with naming(self.name):
+            data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
         if len(data) != end - begin:
             raise CorruptFileError(f"{self.name}: asked for {end - begin} bytes, got {len(data)}")
         return memoryview(data)  # of a bytearray, as torch warns about memory it may not write
