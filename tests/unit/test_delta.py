@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from strategies import same_bits
 
 import slimtensors
@@ -99,6 +100,12 @@ def test_a_delta_does_not_pass_for_a_model(models):
     diff(folder / "new.safetensors", folder / "base.safetensors", folder / "delta")
     with pytest.raises(ConfigError, match="difference from another model"):
         slimtensors.load(folder / "delta")
+    with pytest.raises(ConfigError, match="difference from another model"):
+        slimtensors.open(folder / "delta").get_tensor("layer1.weight")
+    with pytest.raises(ConfigError, match="difference from another model"):
+        dict(slimtensors.load_compressed(folder / "delta"))
+    assert main(["decompress", str(folder / "delta"), "-o", str(folder / "x")]) == 2
+    assert all(x.dtype is torch.uint8 for x in load_file(folder / "delta").values())
     with pytest.raises(ConfigError, match="is not a delta"):
         restore(folder / "new.safetensors", folder / "base.safetensors", folder / "back")
 

@@ -1,7 +1,10 @@
 """Reading from fsspec's file systems: in memory, and S3 as moto plays it on this machine."""
 
 import json
+import threading
 import uuid
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -249,3 +252,33 @@ def test_a_file_system_that_is_not_installed_is_named():
             slimtensors.load("absent://bucket/x.safetensors")
     finally:
         del known_implementations["absent"]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def http(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_files_and_indexes_are_read_over_http(tmp_path, http):
+    tensors = {f"t{i}": bits(i, 500, torch.float32, 0.5) for i in range(6)}
+    slimtensors.save(tensors, tmp_path / "x.safetensors")
+    slimtensors.save(tensors, tmp_path / "model", max_shard_size=2000)
+    for path in ("x.safetensors", "model/model.safetensors.index.json"):
+        back = slimtensors.load(f"{http}/{path}")
+        assert all(same_bits(back[name], x) for name, x in tensors.items())
+
+
+def test_what_is_not_there_over_http_is_named(http):
+    with pytest.raises(FileNotFoundError, match=r"http://127.*/nothing.safetensors"):
+        slimtensors.load(f"{http}/nothing.safetensors")
