@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimtensors import codecs
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
-from slimtensors.spec import Each, Json, Parts, Spec, serially, view
+from slimtensors.spec import QUANTIZED, Each, Json, Parts, Spec, serially, view
 
 _DEEPEST = 16
 """No real plan comes near; a hostile file would otherwise exhaust the stack."""
@@ -164,7 +164,10 @@ class _Rebuilding:
             if not isinstance(inner, dict):
                 raise CorruptFileError(f"part {name!r} is not described")
             parts[name] = self.node(inner, depth + 1) if "codec" in inner else self._leaf(inner)
-        return Encoded(codecs.from_json(codec), spec, parts)
+        step = codecs.from_json(codec)
+        if spec.dtype in QUANTIZED and not isinstance(step, codecs.TorchQuantized):
+            raise CorruptFileError(f"codec {step.name!r} makes no tensors of {spec.dtype}")
+        return Encoded(step, spec, parts)
 
     def _leaf(self, data: Json) -> Tensor:
         spec, at = Spec.from_json(data), data.get("at")
