@@ -55,13 +55,7 @@ def bitmask24(name: str, x: Tensor) -> Choice:
 
 def lossless(name: str, x: Tensor) -> Choice:
     """Give frequent bytes short codes, and zeros a mask where there are many. Lossless."""
-    zeros = count_zeros(x)
-    # Measured on real weights. All bytes of a zero are zeros, which codes of single bytes cannot
-    # tell; of one byte, zero is a byte like others until it needs less than half a bit.
-    many = 0.6 if x.element_size() == 1 else 1 / 32
-    if zeros.zero < many * zeros.items:
-        return Choice(Plan(Huffman()))
-    return Choice(_mask_and_values(zeros, "fast"), _negative_zeros(zeros))
+    return _coded(x, "fast")
 
 
 def extreme(name: str, x: Tensor) -> Choice:
@@ -72,13 +66,13 @@ def extreme(name: str, x: Tensor) -> Choice:
     weights would cost the others too much.
     """
     if x.dim() < 2 or not x.is_floating_point() or x.element_size() == 1:
-        return _smallest(x)
+        return _coded(x, "max")
     if not torch.isfinite(x.float()).all():
-        return replace(_smallest(x), note="holds NaN or infinity and is kept exact")
+        return replace(_coded(x, "max"), note="holds NaN or infinity and is kept exact")
     rounding = Int(8)
     if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:
         rounding = Int(8, per_row=True)
-    q = _smallest(rounding.encode(x)["q"]).plan
+    q = _coded(rounding.encode(x)["q"], "max").plan
     return Choice(Plan(rounding, {"q": q} if q else {}))
 
 
@@ -86,12 +80,14 @@ _TOLERATED = 0.03
 """Relative RMS error that one scale per tensor may cause."""
 
 
-def _smallest(x: Tensor) -> Choice:
-    """Choose as `lossless` does, with the smallest form of a mask instead of the fastest."""
-    choice = lossless(name="", x=x)
-    if choice.plan is None or choice.plan.codec != Bitmask():
-        return choice
-    return replace(choice, plan=_mask_and_values(count_zeros(x), "max"))
+def _coded(x: Tensor, effort: Effort) -> Choice:
+    zeros = count_zeros(x)
+    # Measured on real weights. All bytes of a zero are zeros, which codes of single bytes cannot
+    # tell; of one byte, zero is a byte like others until it needs less than half a bit.
+    many = 0.6 if x.element_size() == 1 else 1 / 32
+    if zeros.zero < many * zeros.items:
+        return Choice(Plan(Huffman()))
+    return Choice(_mask_and_values(zeros, effort), _negative_zeros(zeros))
 
 
 def _mask_and_values(zeros: Zeros, effort: Effort) -> Plan:
