@@ -66,16 +66,16 @@ class Archive:
     def info(self, name: str) -> Stored:
         """Return how a tensor is stored."""
         member = self._find(name)
-        spec, plan = self.spec(name), self._told(name, lambda member: member.plan())
+        about = self._told(name, lambda member: member.about())
         return Stored(
             name,
-            dtype_name(spec.dtype),
-            spec.shape,
-            str(plan) if plan else "plain",
-            spec.nbytes,
+            dtype_name(about.spec.dtype),
+            about.spec.shape,
+            str(about.plan) if about.plan else "plain",
+            about.spec.nbytes,
             member.stored_bytes,
             member.file.name,
-            error=self._told(name, lambda member: member.error()),
+            error=about.error,
         )
 
     def tied(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
 from slimtensors.container import StoredFile, has_code
-from slimtensors.dialects.member import Packed, Stored, plain_piece
+from slimtensors.dialects.member import About, Packed, Stored, plain_piece
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
 from slimtensors.plan import Plan
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
@@ -48,13 +48,9 @@ class SparseMember:
         sizes = part.read(serially).flatten()  # [n], or [n, 1] for 2:4
         return Spec(self.parts["compressed"].entry.spec.dtype, parse_shape(sizes.tolist()))
 
-    def plan(self) -> Plan:
-        """Return the codec."""
-        return Plan(_CODECS[self.codec])
-
-    def error(self) -> float | None:
-        """Return none: this dialect only has lossless codecs."""
-        return None
+    def about(self) -> About:
+        """Return the codec; all of this dialect are lossless."""
+        return About(self.spec(), Plan(_CODECS[self.codec]))
 
     def load(self, each: Each) -> Tensor:
         """Scatter the values; they lie in the mask's order in both sparse formats."""

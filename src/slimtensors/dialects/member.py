@@ -35,17 +35,24 @@ class Member(Protocol):
         """Return dtype and shape of the tensor."""
         ...
 
-    def plan(self) -> Plan | None:
-        """Return how it is stored; none if plain."""
-        ...
-
-    def error(self) -> float | None:
-        """Return how far it is from what was given, relative RMS; none if it is the same."""
+    def about(self) -> "About":
+        """Return how it is stored, at the cost of one look at it."""
         ...
 
     def load(self, each: Each) -> Tensor:
         """Read, check and decode it into memory of its own."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What can be said of a stored tensor without decoding it."""
+
+    spec: Spec
+    plan: Plan | None
+    """None if plain."""
+    error: float | None = None
+    """How far it is from what was given, relative RMS; none if it is the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +108,9 @@ class PlainMember:
         """Return what the header says."""
         return self.stored.entry.spec
 
-    def plan(self) -> Plan | None:
-        """Return none: there is nothing to decode."""
-        return None
-
-    def error(self) -> float | None:
-        """Return none."""
-        return None
+    def about(self) -> About:
+        """Return that there is nothing to decode."""
+        return About(self.spec(), None)
 
     def load(self, each: Each) -> Tensor:
         """Copy the bytes, so that the result does not depend on the file."""

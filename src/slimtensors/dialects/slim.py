@@ -16,7 +16,15 @@ from slimtensors import _core
 from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import Chunk, Entry, Piece, StoredFile, has_code
 from slimtensors.dialects.manifest import VERSION
-from slimtensors.dialects.member import Member, Packed, PlainMember, Stored, checksum, plain_piece
+from slimtensors.dialects.member import (
+    About,
+    Member,
+    Packed,
+    PlainMember,
+    Stored,
+    checksum,
+    plain_piece,
+)
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.plan import (
     Encoded,
@@ -55,14 +63,12 @@ class BlobMember:
         """Return what the blob's header says."""
         return Spec.from_json(self._header())
 
-    def plan(self) -> Plan:
+    def about(self) -> About:
         """Return what the blob's header says."""
-        return plan_of(self._header())
-
-    def error(self) -> float | None:
-        """Return what was measured when the blob was made."""
-        error = self._header().get("error")
-        return float(error) if isinstance(error, int | float) else None
+        header = self._header()
+        error = header.get("error")
+        measured = float(error) if isinstance(error, int | float) else None
+        return About(Spec.from_json(header), plan_of(header), measured)
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
