@@ -108,17 +108,23 @@ bool looks_even(const std::uint8_t* items, std::size_t count, ItemKind kind, std
     return squares < sampled * sampled / 256 * 17 / 16 + sampled;
 }
 
-CodeLengths choose_code(const ByteCounts& counts) {
+CodeLengths choose_code(const ByteCounts& counts, std::uint64_t fewest) {
     const CodeLengths usual = best_code(counts, usual_longest_code);
-    if (longest_of(usual) < usual_longest_code) return usual;
+    const std::uint64_t bits = coded_bits(counts, usual), enough = bits - bits / 512;
+    if (fewest >= enough) return usual;
     const CodeLengths longer = best_code(counts, longest_code);
-    const std::uint64_t bits = coded_bits(counts, usual);
-    return coded_bits(counts, longer) < bits - bits / 512 ? longer : usual;
+    return coded_bits(counts, longer) < enough ? longer : usual;
 }
 
 std::size_t coded_size(const ByteCounts& counts, const CodeLengths& lengths) {
     std::uint8_t packed[longest_packed_code];
     return pack_code(lengths, packed) + sizes_bytes + coded_bits(counts, lengths) / 8 + stream_count;
+}
+
+// What any code would take: a nibble for each byte's length, and the bits.
+std::size_t least_coded_size(const ByteCounts& counts, std::uint64_t fewest) {
+    const auto unused = static_cast<std::size_t>(std::count(counts.begin(), counts.end(), 0u));
+    return (counts.size() - unused) / 2 + sizes_bytes + fewest / 8 + stream_count;
 }
 
 // Room for the planes of a chunk of any kind. Each thread keeps its own: to touch new memory costs more than
@@ -153,10 +159,11 @@ void huffman_survey(Bytes items, ItemKind kind, MutableBytes codes, MutableBytes
             if (!looks_even(from, count, kind, j)) {
                 const std::uint8_t* plane = one_plane(from, count, kind, j);
                 const ByteCounts counts = count_bytes(plane, count, layout.chunk_items(items, c + 1));
+                const std::uint64_t fewest = fewest_bits(counts);
                 if (counts[plane[0]] == count) {
                     bytes = 1;
-                } else {
-                    const CodeLengths lengths = choose_code(counts);
+                } else if (least_coded_size(counts, fewest) + worthwhile(count) < count) {
+                    const CodeLengths lengths = choose_code(counts, fewest);
                     const std::size_t coded = coded_size(counts, lengths);
                     if (coded + worthwhile(count) < count) {
                         bytes = coded;

@@ -44,18 +44,46 @@ class NibbleReader {
     std::size_t count_ = 0;
 };
 
+// The bytes that occur, rarest first; count and byte in one number sorts by both.
+struct Leaves {
+    std::array<std::uint64_t, 256> leaf;
+    std::size_t count = 0;
+
+    explicit Leaves(const ByteCounts& counts) {
+        for (std::size_t byte = 0; byte < 256; ++byte)
+            if (counts[byte] != 0) leaf[count++] = std::uint64_t{counts[byte]} << 8 | byte;
+        std::sort(leaf.begin(), leaf.begin() + count);
+    }
+    std::uint64_t weight(std::size_t i) const { return leaf[i] >> 8; }
+    std::size_t byte(std::size_t i) const { return leaf[i] & 255u; }
+};
+
 }  // namespace
+
+// Huffman's own: two queues, of bytes and of pairs, both by weight. Every pair adds a bit to all below it.
+std::uint64_t fewest_bits(const ByteCounts& counts) {
+    const Leaves leaves(counts);
+    std::array<std::uint64_t, 256> pairs;
+    std::size_t from_leaf = 0, from_pair = 0, made = 0;
+    const auto lightest = [&] {
+        const bool take_leaf =
+            from_pair == made || (from_leaf < leaves.count && leaves.weight(from_leaf) <= pairs[from_pair]);
+        return take_leaf ? leaves.weight(from_leaf++) : pairs[from_pair++];
+    };
+    std::uint64_t bits = 0;
+    while (made + 1 < leaves.count) {
+        const std::uint64_t one = lightest();
+        bits += pairs[made] = one + lightest();
+        ++made;
+    }
+    return bits;
+}
 
 // Package-merge (Larmore and Hirschberg 1990). A list of one level holds the bytes and the pairs of the list
 // before, by weight. Taking 2 n - 2 of the last list, a byte's code is as long as it was taken often: itself
 // and in pairs. Only how many bytes each list's front contains has to be remembered.
 CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
-    std::array<std::uint64_t, 256> leaf;  // count and byte in one number: sorts by both
-    std::size_t leaves = 0;
-    for (std::size_t byte = 0; byte < 256; ++byte)
-        if (counts[byte] != 0) leaf[leaves++] = std::uint64_t{counts[byte]} << 8 | byte;
-    std::sort(leaf.begin(), leaf.begin() + leaves);
-
+    const Leaves leaves(counts);
     std::array<std::uint64_t, 512> list{}, pairs{};
     std::array<std::array<bool, 512>, longest_code> is_leaf;
     std::size_t size = 0;
@@ -63,26 +91,24 @@ CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
         const std::size_t pair_count = size / 2;
         for (std::size_t i = 0; i < pair_count; ++i) pairs[i] = list[2 * i] + list[2 * i + 1];
         std::size_t from_leaf = 0, from_pair = 0;
-        for (size = 0; size < leaves + pair_count; ++size) {
-            const bool take_leaf =
-                from_pair == pair_count || (from_leaf < leaves && leaf[from_leaf] >> 8 <= pairs[from_pair]);
+        for (size = 0; size < leaves.count + pair_count; ++size) {
+            const bool take_leaf = from_pair == pair_count ||
+                                   (from_leaf < leaves.count && leaves.weight(from_leaf) <= pairs[from_pair]);
             is_leaf[level][size] = take_leaf;
-            list[size] = take_leaf ? leaf[from_leaf++] >> 8 : pairs[from_pair++];
+            list[size] = take_leaf ? leaves.weight(from_leaf++) : pairs[from_pair++];
         }
     }
 
     CodeLengths lengths{};
-    std::size_t taken = 2 * leaves - 2;
+    std::size_t taken = 2 * leaves.count - 2;
     for (unsigned level = longest; level-- > 0;) {
         std::size_t taken_leaves = 0;
         for (std::size_t i = 0; i < taken; ++i) taken_leaves += is_leaf[level][i];
-        for (std::size_t i = 0; i < taken_leaves; ++i) ++lengths[leaf[i] & 255u];
+        for (std::size_t i = 0; i < taken_leaves; ++i) ++lengths[leaves.byte(i)];
         taken = 2 * (taken - taken_leaves);
     }
     return lengths;
 }
-
-unsigned longest_of(const CodeLengths& lengths) { return *std::max_element(lengths.begin(), lengths.end()); }
 
 bool is_complete(const CodeLengths& lengths) {
     std::uint32_t used = 0;

@@ -18,7 +18,8 @@ using CodeLengths = std::array<std::uint8_t, 256>;  // 0: the byte has no code
 // occur.
 CodeLengths best_code(const ByteCounts& counts, unsigned longest);
 
-unsigned longest_of(const CodeLengths& lengths);
+// Bits that bytes with these counts take in the best code with words of any length. Much faster to find.
+std::uint64_t fewest_bits(const ByteCounts& counts);
 
 // Whether every sequence of bits is the beginning of some sequence of codes, and of one only.
 bool is_complete(const CodeLengths& lengths);

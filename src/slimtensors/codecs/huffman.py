@@ -40,10 +40,11 @@ class Huffman:
         """Decide how to store each chunk, then store it where the sizes of all say."""
         kind = _kind(x.dtype)
         items = as_bytes(x)
-        chunks = torch.empty(kind.table(x.nbytes), dtype=torch.uint32)
+        count, columns = kind.table(x.nbytes)
+        chunks = torch.empty((count, columns), dtype=torch.uint32)
         rows = as_bytes(chunks)
-        codes = torch.empty(len(chunks) * kind.code_bytes, dtype=torch.uint8)
-        groups = _groups(len(chunks))
+        codes = torch.empty(count * kind.code_bytes, dtype=torch.uint8)
+        groups = _groups(count)
 
         def survey(i: int) -> None:
             some = groups[i]
@@ -80,10 +81,10 @@ class Huffman:
         rows = as_bytes(chunks)
         out = empty(like)
         items = as_bytes(out)
-        if len(chunks) <= _GROUP:
+        if chunks.shape[0] <= _GROUP:
             _decode(rows, data, kind, items)
             return out
-        groups = _groups(len(chunks))
+        groups = _groups(chunks.shape[0])
         places = _places(chunks, groups)
         if places[-1].stop != data.numel():
             raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
@@ -153,7 +154,7 @@ def _times(chunks: slice, size: int) -> slice:
 
 def _cut(x: Tensor, part: slice) -> Tensor:
     """Return `x[part]`; most tensors are one group, and slicing costs more than you would think."""
-    return x[part] if part.start or part.stop < len(x) else x
+    return x[part] if part.start or part.stop < x.shape[0] else x
 
 
 def _groups(chunks: int) -> list[slice]:
