@@ -11,7 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slimtensors import _core
 from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.spec import Spec, as_bytes
 
 Layout = Literal["stream", "words"]
 
@@ -27,22 +30,23 @@ def width(columns: int, bits: int, layout: Layout = "stream") -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack int8 codes `[..., columns]` into int32 words `[..., width]`, the lowest code as 0."""
-    columns = codes.shape[-1]
-    spread = _bits_of(codes.int() + (1 << bits - 1), bits).flatten(-2)
-    padding = width(columns, bits) * _WORD - columns * bits
-    spread = torch.nn.functional.pad(spread, (0, padding))
-    return _joined(spread.reshape(*codes.shape[:-1], -1, _WORD)).to(torch.int32)
+    *outer, columns = codes.shape
+    words = empty(Spec(torch.int32, (*outer, width(columns, bits))))
+    _core.pack_codes(as_bytes(codes.cpu()), bits, columns, as_bytes(words))
+    return words.to(codes.device)
 
 
 def unpack(words: Tensor, bits: int, columns: int, layout: Layout = "stream") -> Tensor:
     """Undo `pack`."""
-    spread = _bits_of(words, _WORD)
+    outer = words.shape[:-1]
     if layout == "words":
-        spread = spread[..., : _WORD // bits * bits]
-    stream = spread.flatten(-2)[..., : columns * bits]
-    return (_joined(stream.reshape(*words.shape[:-1], columns, bits)) - (1 << bits - 1)).to(
-        torch.int8
-    )
+        shifts = range(0, _WORD // bits * bits, bits)
+        codes = [((words >> shift) & _mask(bits)).to(torch.uint8) for shift in shifts]
+        whole = torch.stack(codes, -1).reshape(*outer, -1)[..., :columns]
+        return (whole - (1 << bits - 1)).view(torch.int8)
+    out = empty(Spec(torch.int8, (*outer, columns)))
+    _core.unpack_codes(as_bytes(words.cpu()), bits, columns, as_bytes(out))
+    return out.to(words.device)
 
 
 def possible_layouts(words: Tensor, bits: int, columns: int) -> set[Layout]:
@@ -74,13 +78,3 @@ def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
 
 def _mask(bits: int) -> int:
     return (1 << bits) - 1
-
-
-def _bits_of(x: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(bits, dtype=x.dtype, device=x.device)
-    return (x.unsqueeze(-1) >> shifts) & 1
-
-
-def _joined(bits: Tensor) -> Tensor:
-    shifts = torch.arange(bits.shape[-1], device=bits.device)
-    return (bits.long() << shifts).sum(-1)
