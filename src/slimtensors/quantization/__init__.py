@@ -6,10 +6,15 @@ from slimtensors.quantization.args import (
     QuantizationStrategy,
     QuantizationType,
 )
+from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "ActivationOrdering",
     "QuantizationArgs",
+    "QuantizationConfig",
+    "QuantizationScheme",
+    "QuantizationStatus",
     "QuantizationStrategy",
     "QuantizationType",
 ]
