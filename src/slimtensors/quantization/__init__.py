@@ -1,5 +1,6 @@
 """Quantization: weights and activations as small integers or floats."""
 
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import (
     ActivationOrdering,
     QuantizationArgs,
@@ -11,6 +12,7 @@ from slimtensors.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "ActivationOrdering",
+    "Params",
     "QuantizationArgs",
     "QuantizationConfig",
     "QuantizationScheme",
