@@ -1,5 +1,6 @@
 """Stacked experts, under the names and in the pieces that checkpoints have them in."""
 
+import re
 import sys
 
 import torch
@@ -25,6 +26,37 @@ def expert_parts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
             parts = how.store(codes.flatten(0, 1)[rows], own, args)
             stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
     return stored
+
+
+def expert_targets(model: nn.Module, state: Quantization) -> dict[str, str]:
+    """Return the names that the layers of stacked experts have in a checkpoint, with a pattern each.
+
+    The pattern fits all experts beside it.
+    """
+    names: dict[str, str] = {}
+    for weight in state.plan.weights:
+        shape, _ = state.plan.dense[weight.parameter]
+        places = torch.zeros(*shape[:-2], 2, 2, dtype=torch.int64)
+        for layer in _rows(model, state, weight.parameter, places):
+            stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
+            names[layer] = f"re:{re.escape(stem)}\\..*"
+    return names
+
+
+def routers(model: nn.Module) -> list[str]:
+    """List the layers that choose experts, as checkpoints call them.
+
+    They are no `Linear` in transformers, but are in vLLM, which must be told to leave them alone.
+    """
+    found = {
+        f"{name}.weight": torch.zeros(1, 1)
+        for name, module in model.named_modules()
+        if _ROUTER.search(type(module).__name__) and "weight" in dict(module.named_parameters())
+    }
+    return [name.removesuffix(".weight") for name in _as_saved(model, found)]
+
+
+_ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
 def _rows(
