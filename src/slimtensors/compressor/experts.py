@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def expert_parts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
         assert args is not None, "a layer without quantized weights lists none"
         how = formats.find(state.plan.format)
         codes, params = how.parse(parts_of(weight, state.kept()), args)
-        for layer, rows in _rows(model, state, weight.parameter, codes).items():
+        for layer, rows in _rows(model, state, weight.parameter, codes.shape).items():
             own = _params_of_rows(params, rows, codes.shape[-2], args)
             parts = how.store(codes.flatten(0, 1)[rows], own, args)
             stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
@@ -29,15 +30,11 @@ def expert_parts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
 
 
 def expert_targets(model: nn.Module, state: Quantization) -> dict[str, str]:
-    """Return the names that the layers of stacked experts have in a checkpoint, with a pattern each.
-
-    The pattern fits all experts beside it.
-    """
+    """Return what checkpoints call the layers of stacked experts, each with a pattern for all."""
     names: dict[str, str] = {}
     for weight in state.plan.weights:
         shape, _ = state.plan.dense[weight.parameter]
-        places = torch.zeros(*shape[:-2], 2, 2, dtype=torch.int64)
-        for layer in _rows(model, state, weight.parameter, places):
+        for layer in _rows(model, state, weight.parameter, shape):
             stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
             names[layer] = f"re:{re.escape(stem)}\\..*"
     return names
@@ -60,14 +57,14 @@ _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
 def _rows(
-    model: nn.Module, state: Quantization, parameter: str, codes: Tensor
+    model: nn.Module, state: Quantization, parameter: str, shape: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return which rows of all experts make up each layer of the checkpoint, by its name.
 
     transformers knows how it cuts a stack when it saves; numbers of rows, sent through the same
     cut, tell which of them ends up where.
     """
-    experts, rows = codes.shape[:2]
+    experts, rows = shape[:2]
     places = torch.arange(experts * rows).view(experts, rows, 1)
     name = f"{state.plan.name}.{parameter}"
     cut = _as_saved(model, {name: places.repeat(1, 1, 2)})
