@@ -20,6 +20,8 @@ class Hessian:
 
     def __init__(self, columns: int, *, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(columns, columns, device=device)
+        self.largest = torch.zeros(columns, device=device)
+        """The largest absolute value of each input."""
         self.tokens = 0
 
     def add(self, inputs: Tensor) -> None:
@@ -30,8 +32,17 @@ class Hessian:
                 "NaN or infinity among its inputs; check the calibration data, "
                 "or run the model in bfloat16 or float32"
             )
+        if not len(x):
+            return
         self._sum.addmm_(x.T, x)
+        self.largest = torch.maximum(self.largest, x.abs().amax(0))
         self.tokens += len(x)
+
+    def divide(self, scale: Tensor) -> None:
+        """Pretend that all inputs had been divided by `scale [columns]`."""
+        self._sum /= scale
+        self._sum /= scale[:, None]
+        self.largest = self.largest / scale
 
     def mean(self) -> Tensor:
         """Return the matrix `[columns, columns]` in float32."""
