@@ -7,11 +7,16 @@ from slimtensors.quantization.args import (
     QuantizationStrategy,
     QuantizationType,
 )
+from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.scheme import QuantizationScheme
 
 __all__ = [
     "ActivationOrdering",
     "Params",
     "QuantizationArgs",
+    "QuantizationConfig",
+    "QuantizationScheme",
+    "QuantizationStatus",
     "QuantizationStrategy",
     "QuantizationType",
 ]

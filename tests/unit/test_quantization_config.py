@@ -1,0 +1,167 @@
+"""Configs: presets, JSON of every generation, and which group a layer belongs to."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimtensors.errors import ConfigError
+from slimtensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from slimtensors.quantization.presets import PRESETS
+from slimtensors.quantization.targets import disjoint, resolve
+
+LINEAR = ["Linear", "Module"]
+
+
+def section(**more):
+    return QuantizationConfig.preset("W4A16").to_dict() | more
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), ignore=st.lists(st.text(max_size=9)))
+def test_a_config_comes_back_from_json(name, ignore):
+    config = QuantizationConfig.preset(name, ignore=ignore)
+    assert QuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_group_may_be_targets_under_the_name_of_a_preset():
+    config = QuantizationConfig.from_dict({"config_groups": {"w8a8": ["Linear", "re:.*x"]}})
+    scheme = config.config_groups["w8a8"]
+    assert scheme == QuantizationScheme.preset("W8A8", ["Linear", "re:.*x"])
+    assert scheme.input_activations.dynamic is True
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'W4A16'"):
+        QuantizationConfig.from_dict({"config_groups": {"W4A17": ["Linear"]}})
+
+
+def test_a_file_may_be_the_section_or_a_whole_config(tmp_path):
+    for number, data in enumerate(
+        [
+            section(),
+            {"model_type": "llama", "quantization_config": section()},
+            {"model_type": "llama", "compression_config": section(ignore=None)},
+            {"quantization_config": {"quantization_config": section(run_compressed=True)}},
+        ]
+    ):
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(data))
+        assert QuantizationConfig.parse_file(file) == QuantizationConfig.preset("W4A16")
+
+
+def test_an_old_sparsity_section_is_kept():
+    zeros = {"format": "sparse-bitmask", "global_sparsity": 0.5}
+    inside = {"quantization_config": section(sparsity_config=zeros)}
+    beside = {"compression_config": {"quantization_config": section(), "sparsity_config": zeros}}
+    for data in (inside, beside):
+        assert QuantizationConfig.from_dict(data).sparsity_config == zeros
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config_gruops": {}}, "did you mean 'config_groups'"),
+        ({"config_groups": {"a": {"targets": ["Linear"], "weight": {}}}}, "a: .*'weights'"),
+        ({"config_groups": {"a": {"targets": "Linear"}}}, "list of targets"),
+        ({"config_groups": {"a": 3}}, "a: a group is a scheme"),
+        ({"quantization_status": "calibrated"}, "did you mean 'calibration'"),
+        ({"quant_method": "gptq"}, "another library"),
+        ({"kv_cache_scheme": {"bits": 8}}, "num_bits"),
+    ],
+)
+def test_what_a_config_cannot_mean_raises(change, says):
+    with pytest.raises(ConfigError, match=says):
+        QuantizationConfig.from_dict(section(**change))
+
+
+def test_a_file_that_is_no_config_is_named(tmp_path):
+    file = tmp_path / "config.json"
+    for text in ("{", "[]", '{"model_type": "llama"}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=str(file)):
+            QuantizationConfig.parse_file(file)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"weights": QuantizationArgs(dynamic=True)},
+        {"input_activations": QuantizationArgs(group_size=-1)},
+        {"input_activations": QuantizationArgs(group_size=32)},
+        {"format": "mixed-precision"},
+    ],
+)
+def test_what_a_scheme_cannot_mean_raises(args):
+    with pytest.raises(ConfigError):
+        QuantizationScheme(["Linear"], **args)
+
+
+def test_only_what_is_static_needs_data():
+    needs = {name for name in PRESETS if QuantizationConfig.preset(name).needs_data}
+    assert needs == {"FP8", "NVFP4"}
+    assert QuantizationConfig(kv_cache_scheme=QuantizationArgs()).needs_data
+
+
+def test_a_status_may_be_assigned_as_in_the_readme():
+    config = QuantizationConfig.preset("W4A16")
+    config.quantization_status = QuantizationStatus.CALIBRATION
+    assert config.to_dict()["quantization_status"] == "calibration"
+
+
+def groups(**targets):
+    return {name: QuantizationScheme.preset("W4A16", x) for name, x in targets.items()}
+
+
+def test_a_name_beats_a_pattern_and_a_pattern_beats_a_class():
+    by = groups(c=["Linear"], p=["re:.*down"], n=["a.down"])
+    assert resolve(by, [], "a.down", LINEAR) == "n"
+    assert resolve(by, [], "b.down", LINEAR) == "p"
+    assert resolve(by, [], "b.up", LINEAR) == "c"
+    assert resolve(by, [], "b.norm", ["LayerNorm"]) is None
+
+
+def test_what_is_ignored_has_no_group():
+    by = groups(n=["head"], c=["Linear"])
+    assert resolve(by, ["re:.*ead$"], "head", LINEAR) is None
+    assert resolve(by, ["head"], "head", LINEAR) is None
+    assert resolve(by, ["Linear"], "head", LINEAR) is None
+    assert resolve(by, ["lm_head"], "head", LINEAR) == "n"
+
+
+def test_two_groups_that_fit_equally_well_raise():
+    with pytest.raises(ConfigError, match=r"x\.down: the groups a and b"):
+        resolve(groups(a=["re:.*down"], b=["re:x.*"]), [], "x.down", LINEAR)
+
+
+def test_a_pattern_that_is_none_raises():
+    with pytest.raises(ConfigError, match="regular expression"):
+        resolve(groups(a=["re:("]), [], "x", LINEAR)
+
+
+def test_groups_that_overlap_are_written_layer_by_layer():
+    by = groups(z=["Linear"], a=["re:.*down"], e=["Embedding"])
+    layers = {
+        "2.down": ("a", LINEAR),
+        "1.down": ("a", LINEAR),
+        "1.up": ("z", LINEAR),
+        "emb": ("e", ["Embedding"]),
+    }
+    written = disjoint(by, layers)
+    assert {name: list(g.targets) for name, g in written.items()} == {
+        "a": ["1.down", "2.down"],
+        "e": ["Embedding"],
+        "z": ["1.up"],
+    }
+    assert list(written) == sorted(written)
+
+
+def test_groups_that_do_not_overlap_stay_as_they_are():
+    by = groups(a=["re:.*down"], b=["re:.*up"])
+    layers = {"down": ("a", LINEAR), "up": ("b", LINEAR)}
+    assert disjoint(by, layers) == by
