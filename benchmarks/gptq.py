@@ -2,9 +2,9 @@
 
     python benchmarks/gptq.py [--quick]
 
-In an environment of its own: `pip install llmcompressor`, and this project. Both get the same weight,
-Hessian and scales; the Hessian is there already. CPU time of one thread, in turns. Beside the
-time: how much of the error of rounding to nearest is left in the outputs.
+In an environment of its own: `pip install llmcompressor`, and this project. Both get the same
+weight, Hessian and scales. CPU time of one thread, in turns. Beside the time: how much of the error
+of rounding to nearest is left in the outputs.
 """
 
 from functools import partial
@@ -42,7 +42,9 @@ def main():
         ratio = timings[PEER].busy / timings["slimtensors"].busy
         report.at_least(f"{title}: as fast as {PEER}", ratio, 1.0)
         nearest = output_error(weight - rtn(weight, args, params=params).weight, hessian)
-        left = {name: output_error(weight - case(), hessian) / nearest for name, case in cases.items()}
+        left = {
+            name: output_error(weight - case(), hessian) / nearest for name, case in cases.items()
+        }
         print("  error left of rounding to nearest:", {k: round(v, 4) for k, v in left.items()})
         report.rows.append({"group": title, "case": "error left", **left})
     report.finish()

@@ -1,7 +1,7 @@
 """A model as a stack of blocks that can be run one by one."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ def record(model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[
 
             hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for i, batch in enumerate(batches, start=1):
-            _run(model, batch)
+            run(model, batch)
             if any(len(seen) != i for seen in calls.values()):
                 raise ConfigError("blocks that a model runs more or less than once are not known")
     return Stack(blocks, calls, hidden)
@@ -98,25 +98,20 @@ def record(model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
     """Run a model without gradients or dropout, and its experts one by one, as far as it can."""
-    training = {module for module in model.modules() if module.training}
-    config = getattr(model, "config", None)
-    experts = getattr(config, "_experts_implementation", None)
-    choose = getattr(model, "set_experts_implementation", None)
-    is_fused = choose is not None and experts not in (None, "eager")
-    try:
+    training = [module for module in model.modules() if module.training]
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    with ExitStack() as undo, torch.no_grad():
         model.eval()
-        if is_fused:
+        undo.callback(lambda: [module.train() for module in training])
+        if experts not in (None, "eager"):
+            choose: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
             choose("eager")
-        with torch.no_grad():
-            yield
-    finally:
-        if is_fused:
-            choose(experts)
-        for module in training:
-            module.training = True
+            undo.callback(choose, experts)
+        yield
 
 
-def _run(model: nn.Module, batch: Batch) -> None:
+def run(model: nn.Module, batch: Batch) -> None:
+    """Run a model on one batch."""
     options: dict[str, Any] = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         options["use_cache"] = False  # a block that is run twice must not remember the first time

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.affine import Params, check_weight, fake_quantize, find_params
+from slimtensors.quantization.affine import Params, check_weight, fake_quantize
 from slimtensors.quantization.algorithms.hessian import Tell, pulls
 from slimtensors.quantization.algorithms.rtn import Rounded
 from slimtensors.quantization.args import (
@@ -18,6 +18,7 @@ from slimtensors.quantization.args import (
     QuantizationArgs,
     QuantizationStrategy,
 )
+from slimtensors.quantization.observers import observe_weight
 
 
 def gptq(
@@ -34,9 +35,9 @@ def gptq(
     """Round a weight `[rows, columns]` so that its outputs, on the inputs seen, change least.
 
     Where `mask` is false the result is exactly zero, and only kept weights take over errors.
-    `params` are found from the weight if not given. With `static_groups` off, those of a group are
-    found when its turn comes, from weights that have already taken over errors. `tell` gets what
-    was done beyond that: more damping, inputs that were always zero.
+    `params` are what the observer of `args` finds, if not given. With `static_groups` off, those
+    of a group are found when its turn comes, from weights that have already taken over errors.
+    `tell` gets what was done beyond that: more damping, inputs that were always zero.
     """
     _check(weight, hessian, args, mask)
     order = _order(hessian, args)
@@ -47,7 +48,7 @@ def gptq(
         raise ConfigError("scales can wait only in groups that are neighbours in GPTQ's order")
     ordered = weight[:, order]
     if params is None:
-        params = find_params(ordered if groups_follow else weight, args)
+        params = observe_weight(ordered if groups_follow else weight, args)
     width = _group_width(args, weight.shape[1])
     places = torch.arange(weight.shape[1], device=weight.device)
     group_of = (places if groups_follow else order) // width
@@ -114,7 +115,7 @@ class _Scales:
 
     def renew(self, group: int, weights: Tensor) -> None:
         """Find the scales of a group anew from its weights `[columns, rows]`."""
-        params = find_params(weights.T.to(self.dtype), self.args)
+        params = observe_weight(weights.T.to(self.dtype), self.args)
         self.scale[group] = params.scale[:, 0].float()
         if self.zero_point is not None and params.zero_point is not None:
             self.zero_point[group] = params.zero_point[:, 0].float()

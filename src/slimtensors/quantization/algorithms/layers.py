@@ -1,31 +1,37 @@
-"""The weights of a model that are to be quantized, seen as matrices `[outputs, inputs]`."""
+"""The weights of a model, seen as matrices `[outputs, inputs]` that something is multiplied by."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError
 from slimtensors.quantization.args import QuantizationArgs
+from slimtensors.quantization.layers import Weight, weights_of
+from slimtensors.quantization.state import quantization_of
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight in a model, and how it is to be quantized."""
+    """A weight in a model: a matrix, or a stack of them for experts."""
 
     name: str
-    """Of the module, or of the parameter where a module has several (fused experts)."""
-    parameter: nn.Parameter
-    args: QuantizationArgs
-    is_transposed: bool = False
-    """Whether it is kept as `[inputs, outputs]`."""
+    """Of the module, or of the parameter where a module has several."""
+    module: nn.Module
+    weight: Weight
+    args: QuantizationArgs | None
+    """How it is to be quantized; none if it is not."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as the model has it."""
+        found = getattr(self.module, self.weight.parameter)
+        assert isinstance(found, nn.Parameter)
+        return found
 
     @property
     def matrix(self) -> Tensor:
-        """A view of the weight as `[outputs, inputs]`, or a stack of them."""
-        data = self.parameter.data
-        return data.mT if self.is_transposed else data
+        """The weight as `[outputs, inputs]`, or a stack of such."""
+        return self.weight.matrix(self.parameter.data)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -33,31 +39,41 @@ class Layer:
         matrix = self.matrix
         return [matrix] if matrix.dim() == 2 else list(matrix)
 
-    def put(self, weight: Tensor) -> None:
+    @property
+    def places(self) -> list[int]:
+        """Where in memory the matrices begin."""
+        data = self.parameter.data
+        own = [data] if self.weight.parameter == "weight" else list(data)
+        return [x.data_ptr() for x in own]
+
+    def put(self, matrix: Tensor) -> None:
         """Replace the numbers of the weight."""
-        self.matrix.copy_(weight)
+        own = self.parameter.data
+        own.copy_(self.weight.shaped(matrix, own.shape))
 
 
-def find_layers(model: nn.Module, chosen: Mapping[str, QuantizationArgs]) -> dict[str, Layer]:
-    """Return the layers that `chosen` names, in the order of the model."""
-    if not chosen:
-        raise ConfigError("no layer of the model is to be quantized; check targets and ignore")
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+def layers_of(model: nn.Module, *, prefix: str = "") -> dict[str, Layer]:
+    """Return every weight that could be quantized, with how it will be, by name."""
     found = {}
-    for name, args in chosen.items():
-        module = modules.get(name)
-        if module is None and name not in parameters:
-            raise ConfigError(f"the model has no layer {name!r}; {nearest(name, modules)}")
-        weight = parameters[name] if module is None else getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or weight.dim() not in (2, 3):
-            raise ConfigError(f"{name}: has no weight that is a matrix or a stack of them")
-        if not torch.isfinite(weight).all():
-            raise ConfigError(f"{name}: holds NaN or infinity; fix it, or put it under ignore")
-        found[name] = Layer(name, weight, args, is_transposed=_is_conv1d(module))
-    places = {id(p): i for i, p in enumerate(model.parameters())}
-    return dict(sorted(found.items(), key=lambda item: places[id(item[1].parameter)]))
+    for name, module in model.named_modules(prefix=prefix):
+        state = quantization_of(module)
+        args = None if state is None else state.plan.weight_args
+        for weight in weights_of(module):
+            own = name if weight.parameter == "weight" else f"{name}.{weight.parameter}"
+            found[own] = Layer(own, module, weight, args)
+    return found
 
 
-def _is_conv1d(module: nn.Module | None) -> bool:
-    """Tell whether this is the layer of GPT-2 in transformers, which multiplies from the right."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+def targets_of(model: nn.Module) -> dict[str, Layer]:
+    """Return the layers that are to be quantized; raise if one shares its weight with another."""
+    everything = layers_of(model)
+    homes: dict[int, list[str]] = {}
+    for name, layer in everything.items():
+        homes.setdefault(id(layer.parameter), []).append(name)
+    for names in homes.values():
+        if len(names) > 1 and any(everything[name].args for name in names):
+            raise ConfigError(
+                f"{' and '.join(names)} share one weight, which would be quantized in both; "
+                "put them under ignore, or untie them"
+            )
+    return {name: layer for name, layer in everything.items() if layer.args is not None}

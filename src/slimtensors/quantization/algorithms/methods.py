@@ -51,10 +51,8 @@ class GPTQ:
     def round(
         self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: Tell
     ) -> Rounded:
-        """Round so that outputs change least; to nearest, and told, where nothing was seen."""
-        if hessian is None or not hessian.diagonal().any():
-            tell("saw no token, or only zeros: rounded to nearest")
-            return rtn(weight, args)
+        """Round so that outputs change least."""
+        assert hessian is not None, "it needs inputs"
         mask = weight != 0
         return gptq(
             weight,

@@ -33,7 +33,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class ModelReport:
     """What was done to a model."""
 
     layers: tuple[LayerReport, ...]

@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slimtensors.quantization.affine import Params, fake_quantize, find_params
+from slimtensors.quantization.affine import Params, fake_quantize
 from slimtensors.quantization.args import QuantizationArgs
+from slimtensors.quantization.observers import observe_weight
 
 
 class Rounded(NamedTuple):
@@ -17,5 +18,5 @@ class Rounded(NamedTuple):
 
 def rtn(weight: Tensor, args: QuantizationArgs, *, params: Params | None = None) -> Rounded:
     """Round every weight to the nearest code of its scale. Zeros stay zeros."""
-    params = find_params(weight, args) if params is None else params
+    params = observe_weight(weight, args) if params is None else params
     return Rounded(fake_quantize(weight, params, args), params)

@@ -82,4 +82,6 @@ def _balanced(scale: Tensor) -> Tensor:
 def _harm(layer: Layer, scale: Tensor, hessian: Tensor) -> float:
     weight = layer.matrix.float()
     weight = weight[:: -(-len(weight) // _ROWS)]  # a sample of the rows is enough to compare
+    if layer.args is None:
+        return 0.0
     return output_error(rtn(weight * scale, layer.args).weight / scale - weight, hessian)

@@ -5,13 +5,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slimtensors.errors import ConfigError
 from slimtensors.quantization.algorithms.hessian import Hessian
 from slimtensors.quantization.algorithms.layers import Layer
+
+_FACTORS: dict[Callable[..., Any], int] = {
+    functional.linear: 0,
+    torch.addmm: 1,
+    torch.matmul: 0,
+    Tensor.matmul: 0,
+    Tensor.__matmul__: 0,
+}
+"""Products, and which argument is the input; the weight comes next."""
 
 
 @dataclass
@@ -34,9 +43,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, layers: Iterable[Layer]) -> None:
         super().__init__()
         self._matrices = {
-            matrix.data_ptr(): (layer.name, i, matrix.shape[1])
-            for layer in layers
-            for i, matrix in enumerate(layer.matrices)
+            place: (layer.name, i) for layer in layers for i, place in enumerate(layer.places)
         }
         self._found: dict[tuple[str, int], Inputs] = {}
         self._seen: list[tuple[Tensor, Inputs]] = []
@@ -69,19 +76,16 @@ class Watch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Look at products, and let everything happen as it would."""
-        if func is F.linear and len(args) >= 2:
-            self._see(args[0], args[1])
-        elif func is torch.addmm and len(args) >= 3:
-            self._see(args[1], args[2])
+        first = _FACTORS.get(func)
+        if first is not None and len(args) > first + 1:
+            self._see(args[first], args[first + 1])
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Tensor, weight: Tensor) -> None:
-        if (known := self._matrices.get(weight.data_ptr())) is None:
+        if (key := self._matrices.get(weight.data_ptr())) is None:
             return
-        name, index, columns = known
-        key = (name, index)
         if key not in self._found:
-            self._found[key] = self._shared(x) or self._new(x, columns)
+            self._found[key] = self._shared(x) or self._new(x)
             self._found[key].readers.append(key)
         inputs = self._found[key]
         if inputs.readers[0] != key:
@@ -89,16 +93,16 @@ class Watch(TorchFunctionMode):
         try:
             inputs.hessian.add(x)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+            raise ConfigError(f"{key[0]}: {error}") from error
 
     def _shared(self, x: Tensor) -> Inputs | None:
         if not self._is_first:
             return None
         return next((inputs for seen, inputs in self._seen if seen is x), None)
 
-    def _new(self, x: Tensor, columns: int) -> Inputs:
+    def _new(self, x: Tensor) -> Inputs:
         source = next((name for seen, name in self._norms if seen is x), None)
-        inputs = Inputs(Hessian(columns, device=x.device), source=source)
+        inputs = Inputs(Hessian(x.shape[-1], device=x.device), source=source)
         if self._is_first:
             self._seen.append((x, inputs))
         return inputs
