@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from slimtensors.archive import Archive, Verification, inspect, load, open, save, verify
 from slimtensors.codecs import Bitmask, Bitmask24, Dense, Density, Gaps, Huffman, Int
+from slimtensors.compressor import ModelCompressor
 from slimtensors.delta import diff, restore
 from slimtensors.formats import load_compressed, save_compressed
 from slimtensors.model import save_compressed_model
@@ -23,6 +24,7 @@ __all__ = [
     "Gaps",
     "Huffman",
     "Int",
+    "ModelCompressor",
     "Plan",
     "Sparse24BitmaskConfig",
     "SparsityConfig",

@@ -21,7 +21,7 @@ LAYERS = [
     *["tree", "plan", "container", "sparsity", "quantization"],
     *["summary", "presets", "dialects"],
     "archive",
-    *["delta", "formats", "folder", "model"],
+    *["delta", "formats", "folder", "model", "compressor"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

@@ -84,14 +84,19 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
         return Packed([plain_piece(name, x, each)], None)
     if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
         raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
-    row = x.shape[-1] if x.dim() else 1
-    rows = x.numel() // row if row else 0
-    parts = _parts24(x, row, each) if isinstance(plan.codec, Bitmask24) else _parts(x, row, each)
-    parts["bitmask"] = parts["bitmask"].view(rows, -1)
+    parts = split(x, plan.codec, each)
     # Largest items first: as aligned as a format without padding allows.
     order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
     pieces = [plain_piece(f"{name}.{suffix}", parts[suffix], each) for suffix in order]
     return Packed(pieces, plan)
+
+
+def split(x: Tensor, codec: Bitmask | Bitmask24, each: Each = serially) -> dict[str, Tensor]:
+    """Return the parts of a sparse tensor by their suffixes."""
+    row = x.shape[-1] if x.dim() else 1
+    rows = x.numel() // row if row else 0
+    parts = _parts24(x, row, each) if isinstance(codec, Bitmask24) else _parts(x, row, each)
+    return parts | {"bitmask": parts["bitmask"].view(rows, -1)}
 
 
 @dataclass(frozen=True, slots=True)

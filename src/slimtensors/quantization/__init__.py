@@ -1,6 +1,12 @@
 """Quantization: weights and activations as small integers or floats."""
 
 from slimtensors.quantization.affine import Params
+from slimtensors.quantization.apply import (
+    apply_quantization_config,
+    compress_quantized_weights,
+    decompress_quantized_weights,
+    freeze_module_quantization,
+)
 from slimtensors.quantization.args import (
     ActivationOrdering,
     QuantizationArgs,
@@ -9,6 +15,7 @@ from slimtensors.quantization.args import (
 )
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.scheme import QuantizationScheme
+from slimtensors.quantization.state import Report
 
 __all__ = [
     "ActivationOrdering",
@@ -19,4 +26,9 @@ __all__ = [
     "QuantizationStatus",
     "QuantizationStrategy",
     "QuantizationType",
+    "Report",
+    "apply_quantization_config",
+    "compress_quantized_weights",
+    "decompress_quantized_weights",
+    "freeze_module_quantization",
 ]

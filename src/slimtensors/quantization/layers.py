@@ -21,7 +21,7 @@ class Weight:
         """Return it as outputs by inputs, or as a stack of such."""
         if self.transposed:
             return x.transpose(-1, -2).contiguous()
-        return x.flatten(1) if x.dim() > 3 or self.parameter == "weight" else x
+        return x.flatten(1) if self.parameter == "weight" else x
 
     def shaped(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a matrix as the layer has it."""

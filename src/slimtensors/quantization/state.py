@@ -1,13 +1,14 @@
 """What is kept about one quantized layer: how, how far, and in which numbers."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from slimtensors.errors import SlimError, StatusError
+from slimtensors.errors import SlimError
 from slimtensors.quantization import formats
 from slimtensors.quantization.affine import Params, fake_quantize, find_dynamic_params
 from slimtensors.quantization.args import QuantizationArgs
@@ -44,6 +45,8 @@ class Plan:
     group: str
     weights: tuple[Weight, ...] = ()
     weight_args: QuantizationArgs | None = None
+    dense: Mapping[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    """Shape and dtype of each weight."""
     format: str = "dense"
     activations: Mapping[str, QuantizationArgs] = field(default_factory=dict)
     """By what they are: `input` and `output`, or `k` and `v`."""
@@ -52,8 +55,8 @@ class Plan:
 class Quantization(nn.Module):
     """The state of one quantized layer, attached to it as `layer.quantization`.
 
-    Its numbers are buffers that are not saved with the model: they move to other devices with it,
-    while its state dict stays that of the dense model until it is compressed.
+    Its numbers are buffers, so that they move to other devices with the model. They are part of its
+    state dict only once the layer is compressed.
     """
 
     def __init__(self, plan: Plan, report: Report) -> None:
@@ -62,9 +65,11 @@ class Quantization(nn.Module):
         self.report = report
         self.status = QuantizationStatus.INITIALIZED
         self.params: dict[str, Params] = {}
-        """Of weights, by parameter, if an algorithm found better ones than the observer would."""
+        """Of weights, by parameter, where an algorithm has found better ones than an observer."""
         self.siblings: tuple[Quantization, ...] = ()
-        """The same layer of other experts."""
+        """The same layer in the other experts."""
+        self.hooks: list[RemovableHandle] = []
+        self.compressed_hooks: list[RemovableHandle] = []
         self._observers: dict[str, ActivationObserver] = {}
 
     def watch(self) -> None:
@@ -80,52 +85,123 @@ class Quantization(nn.Module):
             return x
         if self.status is QuantizationStatus.CALIBRATION and which in self._observers:
             self._observers[which].see(x)
-        if self.status not in (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED):
+        if self.status not in _QUANTIZED:
             return x
-        return fake_quantize(x, self._activation_params(which, x, args), args)
+        if not args.dynamic:
+            return fake_quantize(x, self._kept_params(which), args)
+        whole = getattr(self, f"{which}_global_scale", None)
+        return fake_quantize(x, find_dynamic_params(x, args, global_scale=whole), args)
 
     def freeze(self, layer: nn.Module) -> None:
         """Fix all scales, and put the layer's weights on the grid of their codes."""
         try:
             for which, args in self.plan.activations.items():
                 if args.dynamic is not True:
-                    self.keep(_named(which, activation_params(self._seen(which), args), args))
+                    params = activation_params(self._seen(which), args)
+                    self.keep(_named(which, params, local=args.dynamic == "local"))
             for weight in self.plan.weights:
                 self._freeze_weight(layer, weight)
         except SlimError as error:
             raise type(error)(f"{self.plan.name}: {error}") from error
         self.status = QuantizationStatus.FROZEN
 
+    def adopt(self, layer: nn.Module, version: str) -> None:
+        """Freeze a layer with the numbers it keeps, as a release of their library wrote them."""
+        try:
+            for weight in self.plan.weights:
+                self._adopt_weight(layer, weight, version)
+        except SlimError as error:
+            raise type(error)(f"{self.plan.name}: {error}") from error
+        self.status = QuantizationStatus.FROZEN
+
     def keep(self, numbers: Mapping[str, Tensor]) -> None:
         """Keep numbers under the names they have on disk."""
+        saved = self.status is QuantizationStatus.COMPRESSED
         for name, x in numbers.items():
-            self.register_buffer(name, x, persistent=False)
+            self.register_buffer(name, x, persistent=saved)
 
-    def take(self) -> dict[str, Tensor]:
-        """Give away all numbers that were kept."""
-        kept = {name: x for name, x in self._buffers.items() if x is not None}
-        for name in kept:
-            delattr(self, name)
-        return kept
+    def kept(self) -> dict[str, Tensor]:
+        """Return all numbers: what is stored of the layer in place of its weights."""
+        return {name: x for name, x in self._buffers.items() if x is not None}
 
-    def parts(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Return what is stored of the layer in place of its weights, by name on disk."""
-        holder = layer if self.status is QuantizationStatus.COMPRESSED else self
-        names = self.stored if holder is layer else list(self._buffers)
-        return {name: getattr(holder, name) for name in names}
+    def turn(self, status: QuantizationStatus) -> None:
+        """Go from frozen to compressed, or back."""
+        self.status = status
+        self.keep(self.kept())
 
-    def dense(self, weight: Weight, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the matrix of a weight, or the stack of them, from what is stored."""
+    def dense_weight(self, weight: Weight) -> Tensor:
+        """Return a weight as the layer has it, from the numbers that are kept of it."""
+        args, (shape, dtype) = self.plan.weight_args, self.plan.dense[weight.parameter]
+        assert args is not None, "a layer without quantized weights lists none"
+        parts = parts_of(weight, self.kept())
+        matrix = formats.find(self.plan.format).decompress(parts, args)
+        return weight.shaped(matrix, shape).to(dtype)
+
+    def _freeze_weight(self, layer: nn.Module, weight: Weight) -> None:
         args = self.plan.weight_args
-        assert args is not None, "only weights that are quantized are asked for"
-        own = {
-            name.replace(weight.parameter, "weight", 1): x
-            for name, x in parts.items()
-            if name == weight.parameter or name.startswith(f"{weight.parameter}_")
-        }
-        stored = formats.find(self.plan.format)
-        if weight.parameter == "weight":
-            return stored.decompress(own, args)
-        experts = len(next(iter(own.values())))
-        each = [stored.decompress({k: x[i] for k, x in own.items()}, args) for i in range(experts)]
-        return torch.stack(each)
+        assert args is not None, "a layer without quantized weights lists none"
+        own: Tensor = getattr(layer, weight.parameter)
+        matrix = weight.matrix(own.detach())
+        params = self.params.get(weight.parameter) or observe_weight(matrix, args)
+        parts = formats.find(self.plan.format).compress(matrix, params, args)
+        self.keep({suffix.replace("weight", weight.parameter, 1): x for suffix, x in parts.items()})
+        own.data.copy_(self.dense_weight(weight))
+
+    def _adopt_weight(self, layer: nn.Module, weight: Weight, version: str) -> None:
+        args = self.plan.weight_args
+        assert args is not None, "a layer without quantized weights lists none"
+        old = parts_of(weight, self.kept())
+        codes, params = formats.find(self.plan.format, version=version).parse(old, args)
+        for suffix in old:
+            delattr(self, suffix)
+        self.keep(formats.find(self.plan.format).store(codes, params, args))
+        getattr(layer, weight.parameter).data.copy_(self.dense_weight(weight))
+
+    def _seen(self, which: str) -> Range | None:
+        """Return the range of activations; that of the other experts if this one saw no token."""
+        own = self.seen(which)
+        others = [seen for expert in self.siblings if (seen := expert.seen(which)) is not None]
+        if own is not None or not others:
+            return own
+        self.report.note(
+            f"{self.plan.name}: no token came here in calibration; its {which} takes the range of"
+            f" the {len(others)} experts beside it that saw some"
+        )
+        low = torch.stack([low for low, _ in others]).amin(0)
+        return low, torch.stack([high for _, high in others]).amax(0)
+
+    def seen(self, which: str) -> Range | None:
+        """Return the range of activations that were really seen here."""
+        return self._observers[which].range() if which in self._observers else None
+
+    def _kept_params(self, which: str) -> Params:
+        scale: Tensor = getattr(self, f"{which}_scale")
+        return Params(scale, getattr(self, f"{which}_zero_point", None))
+
+
+_QUANTIZED = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
+
+
+def quantization_of(module: nn.Module) -> Quantization | None:
+    """Return the state of a quantized layer; none if it is not one."""
+    state = getattr(module, "quantization", None)
+    return state if isinstance(state, Quantization) else None
+
+
+def parts_of(weight: Weight, stored: Mapping[str, Tensor]) -> Parts:
+    """Return those stored tensors that make up one weight, by their suffix on disk."""
+    own = weight.parameter
+    return {
+        name.replace(own, "weight", 1): x
+        for name, x in stored.items()
+        if name == own or name.startswith(f"{own}_")
+    }
+
+
+def _named(which: str, params: Params, *, local: bool) -> Parts:
+    given = {
+        f"{which}_scale": None if local else params.scale,
+        f"{which}_zero_point": params.zero_point,
+        f"{which}_global_scale": params.global_scale,
+    }
+    return {name: x for name, x in given.items() if x is not None}

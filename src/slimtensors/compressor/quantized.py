@@ -1,0 +1,198 @@
+"""The state dict of a quantized model, and what its tensors mean without or with a model."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from slimtensors.compressor.experts import expert_parts
+from slimtensors.errors import ConfigError, MismatchError, SlimError, StatusError
+from slimtensors.quantization import formats
+from slimtensors.quantization.apply import KV_CACHE, apply_quantization_config, format_of
+from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.layers import are_experts, classes_of, weights_of
+from slimtensors.quantization.scheme import QuantizationScheme
+from slimtensors.quantization.state import Quantization, Report, quantization_of
+from slimtensors.quantization.targets import disjoint, resolve
+
+_READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
+_OF_WEIGHTS = ("packed", "scale", "zero_point", "global_scale", "shape", "g_idx")
+_OF_ACTIVATIONS = tuple(
+    f"{which}_{what}"
+    for which in ("input", "output", "q", "k", "v")
+    for what in ("scale", "zero_point", "global_scale")
+)
+
+
+def quantized_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
+    """Return the tensors of a frozen or compressed model, as they go to disk."""
+    state: dict[str, Tensor] = dict(model.state_dict())
+    for module, own in _quantized(model, config):
+        prefix = f"{own.plan.name}." if own.plan.name else ""
+        for name in (*own.kept(), *(weight.parameter for weight in own.plan.weights)):
+            state.pop(f"{prefix}{name}", None)
+        if are_experts(module):
+            state |= expert_parts(model, own)
+        else:
+            state |= {f"{prefix}{name}": x for name, x in own.kept().items()}
+    return state
+
+
+def described(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
+    """Return the config of a compressed model: with formats, and groups that do not overlap."""
+    stored: dict[str, str] = {}
+    layers: dict[str, tuple[str, list[str]]] = {}
+    for module, own in _quantized(model, config):
+        if own.plan.group in config.config_groups:
+            layers[own.plan.name] = own.plan.group, classes_of(module)
+        if own.plan.weights:
+            stored[own.plan.group] = own.plan.format
+    groups = {
+        name: replace(group, format=stored.get(name, group.format))
+        for name, group in config.config_groups.items()
+    }
+    kinds = sorted(set(stored.values()))
+    return replace(
+        config,
+        config_groups=disjoint(groups, layers),
+        format=kinds[0] if len(kinds) == 1 else formats.MIXED if kinds else "dense",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        version=LAYOUT,
+    )
+
+
+def dense_state(
+    state: Mapping[str, Tensor], config: QuantizationConfig, model: nn.Module | None
+) -> dict[str, Tensor]:
+    """Return dense weights in place of the parts that stand for them."""
+    layers = _stored_layers(state)
+    dense = {name: x for name, x in state.items() if not _is_number(name, layers)}
+    modules = dict(model.named_modules()) if model is not None else {}
+    for layer, parts in layers.items():
+        try:
+            scheme = _scheme_of(layer, config, modules)
+            dense[f"{layer}.weight"] = _dense(parts, scheme, config, modules.get(layer))
+        except SlimError as error:
+            raise type(error)(f"{layer}: {error}") from error
+    return dense
+
+
+def restored(model: nn.Module, state: Mapping[str, Tensor], config: QuantizationConfig) -> Report:
+    """Load the tensors of a compressed model into a dense one, and leave it frozen."""
+    start = replace(config, quantization_status=QuantizationStatus.INITIALIZED)
+    report = apply_quantization_config(model, start)
+    rest = dict(state)
+    weights = set()
+    for module in list(model.modules()):
+        if (own := quantization_of(module)) is None:
+            continue
+        if are_experts(module):
+            raise ConfigError(
+                f"{own.plan.name}: stacked experts are loaded by transformers; "
+                "from_pretrained(None, config=…, state_dict=decompress(…)), then apply the config"
+            )
+        prefix = f"{own.plan.name}."
+        wanted = [f"weight_{what}" for what in _OF_WEIGHTS] if own.plan.weights else []
+        wanted += [w.parameter for w in own.plan.weights] + list(_OF_ACTIVATIONS)
+        own.keep({name: rest.pop(prefix + name) for name in wanted if prefix + name in rest})
+        own.adopt(module, config.version)
+        weights |= {prefix + weight.parameter for weight in own.plan.weights}
+    _load(model, rest, weights)
+    return report
+
+
+def _quantized(
+    model: nn.Module, config: QuantizationConfig
+) -> Iterator[tuple[nn.Module, Quantization]]:
+    """Yield the quantized layers of a model, if they are ready and of this config."""
+    found = False
+    for module in model.modules():
+        if (own := quantization_of(module)) is None:
+            continue
+        found = True
+        if own.status not in _READY:
+            raise StatusError(
+                f"{own.plan.name}: is {own.status}, not frozen; "
+                "model.apply(freeze_module_quantization) comes before compressing"
+            )
+        if own.plan.group not in config.config_groups and own.plan.group != KV_CACHE:
+            raise MismatchError(
+                f"{own.plan.name}: its group {own.plan.group!r} is of another config"
+            )
+        yield module, own
+    if not found:
+        raise StatusError("the model is not quantized: apply_quantization_config comes first")
+
+
+def _stored_layers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of every layer that is stored quantized, by its name."""
+    suffixes = ("weight", *(f"weight_{what}" for what in _OF_WEIGHTS))
+    names = {name.rpartition(".")[0] for name in state if name.endswith(".weight_scale")}
+    return {
+        layer: {s: state[f"{layer}.{s}"] for s in suffixes if f"{layer}.{s}" in state}
+        for layer in sorted(names)
+    }
+
+
+def _is_number(name: str, layers: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    layer, _, suffix = name.rpartition(".")
+    return suffix in _OF_ACTIVATIONS or suffix in layers.get(layer, {})
+
+
+def _scheme_of(
+    layer: str, config: QuantizationConfig, modules: Mapping[str, nn.Module]
+) -> QuantizationScheme:
+    """Return the scheme by which a layer is stored; of layers in no module, that of `Linear`."""
+    groups = config.config_groups
+    if modules:
+        classes = classes_of(modules[layer]) if layer in modules else ["Linear"]
+        found = resolve(groups, (), layer, classes)
+    else:
+        found = resolve(groups, (), layer, ()) or _only_class(config)
+    if found is None or groups[found].weights is None:
+        raise ConfigError("is stored quantized, but no group of the config quantizes it")
+    return groups[found]
+
+
+def _only_class(config: QuantizationConfig) -> str | None:
+    """Return the group that all layers are in which no name and no pattern claims."""
+    plain = {
+        name: {t for t in scheme.targets if not t.startswith("re:") and "." not in t}
+        for name, scheme in config.config_groups.items()
+    }
+    named = {name: classes for name, classes in plain.items() if classes}
+    if len(named) > 1 or any(classes - {"Linear"} for classes in named.values()):
+        raise ConfigError(f"which of {sorted(named)} it is in depends on its class; pass the model")
+    return next(iter(named), None)
+
+
+def _dense(
+    parts: Mapping[str, Tensor],
+    scheme: QuantizationScheme,
+    config: QuantizationConfig,
+    module: nn.Module | None,
+) -> Tensor:
+    args = scheme.weights
+    assert args is not None, "a scheme was found because it has some"
+    weight = parts.get("weight")
+    if weight is not None and weight.is_floating_point() and weight.element_size() > 1:
+        return weight  # stored dense, with the scales beside it
+    matrix = formats.find(format_of(scheme, config), version=config.version).decompress(parts, args)
+    if module is None:
+        return matrix
+    return weights_of(module)[0].shaped(matrix, _shape(module))
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    weight: Tensor = module.get_parameter("weight")
+    return tuple(weight.shape)
+
+
+def _load(model: nn.Module, rest: Mapping[str, Tensor], quantized: set[str]) -> None:
+    """Load what is not quantized, and raise if anything is missing or left over."""
+    missing, unexpected = model.load_state_dict(rest, strict=False)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    there = {id(own[name]) for name in rest if name in own}
+    absent = [x for x in missing if x not in quantized and id(own.get(x)) not in there]
+    if absent or unexpected:
+        raise MismatchError(f"the tensors do not fit: missing {absent}, unexpected {unexpected}")
