@@ -102,7 +102,10 @@ def ready(model: nn.Module) -> Iterator[None]:
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
     with ExitStack() as undo, torch.no_grad():
         model.eval()
-        undo.callback(lambda: [module.train() for module in training])
+        for module in training:
+            undo.callback(
+                setattr, module, "training", True
+            )  # train() would also reach its children
         if experts not in (None, "eager"):
             choose: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
             choose("eager")

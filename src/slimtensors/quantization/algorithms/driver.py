@@ -10,7 +10,7 @@ from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
 from slimtensors.quantization.algorithms.blocks import Batch, Stack, find_blocks, ready, record, run
 from slimtensors.quantization.algorithms.digest import digests
-from slimtensors.quantization.algorithms.layers import Layer, layers_of, targets_of
+from slimtensors.quantization.algorithms.layers import Layer, layers_of
 from slimtensors.quantization.algorithms.methods import RTN, Method, find_method
 from slimtensors.quantization.algorithms.report import LayerReport, ModelReport
 from slimtensors.quantization.algorithms.round import Hessians, round_layer
@@ -51,7 +51,7 @@ def quantize_model(
     apply_quantization_config(
         model, replace(config, quantization_status=QuantizationStatus.INITIALIZED)
     )
-    layers = targets_of(model)
+    layers = {name: layer for name, layer in layers_of(model).items() if layer.args}
     work = None
     if folder is not None:
         work = WorkFolder(folder, digests(model, layers.values(), batches, (how, smoothing)))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.layers import Weight, weights_of
 from slimtensors.quantization.state import quantization_of
@@ -62,18 +61,3 @@ def layers_of(model: nn.Module, *, prefix: str = "") -> dict[str, Layer]:
             own = name if weight.parameter == "weight" else f"{name}.{weight.parameter}"
             found[own] = Layer(own, module, weight, args)
     return found
-
-
-def targets_of(model: nn.Module) -> dict[str, Layer]:
-    """Return the layers that are to be quantized; raise if one shares its weight with another."""
-    everything = layers_of(model)
-    homes: dict[int, list[str]] = {}
-    for name, layer in everything.items():
-        homes.setdefault(id(layer.parameter), []).append(name)
-    for names in homes.values():
-        if len(names) > 1 and any(everything[name].args for name in names):
-            raise ConfigError(
-                f"{' and '.join(names)} share one weight, which would be quantized in both; "
-                "put them under ignore, or untie them"
-            )
-    return {name: layer for name, layer in everything.items() if layer.args is not None}
