@@ -1,6 +1,6 @@
 """Ways to choose the codes of a model's weights."""
 
-from slimtensors.quantization.algorithms.driver import Progress, quantize_model
+from slimtensors.quantization.algorithms.driver import Progress, put_results, quantize_model
 from slimtensors.quantization.algorithms.gptq import gptq
 from slimtensors.quantization.algorithms.hessian import Hessian, output_error
 from slimtensors.quantization.algorithms.methods import GPTQ, RTN, Method
@@ -22,6 +22,7 @@ __all__ = [
     "Smoothing",
     "gptq",
     "output_error",
+    "put_results",
     "quantize_model",
     "rtn",
 ]

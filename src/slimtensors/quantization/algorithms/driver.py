@@ -48,7 +48,7 @@ def quantize_model(
     needs_inputs = how.needs_inputs or smoothing is not None
     if not batches and (needs_inputs or config.needs_data):
         raise ConfigError("this needs calibration data, and there is none: pass calibration=...")
-    apply_quantization_config(
+    applied = apply_quantization_config(
         model, replace(config, quantization_status=QuantizationStatus.INITIALIZED)
     )
     layers = {name: layer for name, layer in layers_of(model).items() if layer.args}
@@ -61,7 +61,18 @@ def quantize_model(
             todo.do_blocks(batches)
         todo.do_others()
         _freeze(model, config, batches)
-    return ModelReport(tuple(todo.reports), todo.results, tuple(todo.notes))
+    return ModelReport(tuple(todo.reports), todo.results, (*applied.notes, *todo.notes))
+
+
+def put_results(model: nn.Module, results: Mapping[str, Rounded]) -> None:
+    """Put weights on their grid into a model to which the config was applied, not yet frozen."""
+    layers = layers_of(model)
+    for name, (weight, params) in results.items():
+        if name not in layers or layers[name].args is None:
+            raise ConfigError(
+                f"{name}: is not to be quantized in this model; apply the config first"
+            )
+        layers[name].put(weight, params)
 
 
 def _freeze(model: nn.Module, config: QuantizationConfig, batches: Sequence[Batch]) -> None:
@@ -159,10 +170,7 @@ class _Run:
             report = replace(report, notes=(*notes, *report.notes))
             if self.work is not None:
                 self.work.store(layer.name, result, report)
-        layer.put(result.weight)
-        state = quantization_of(layer.module)
-        assert state is not None, "layers come from the states of modules"
-        state.params[layer.weight.parameter] = result.params
+        layer.put(result.weight, result.params)
         self.results[layer.name] = Rounded(layer.matrix, result.params)
         self.reports.append(report)
         if self.progress is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.layers import Weight, weights_of
 from slimtensors.quantization.state import quantization_of
@@ -45,10 +46,13 @@ class Layer:
         own = [data] if self.weight.parameter == "weight" else list(data)
         return [x.data_ptr() for x in own]
 
-    def put(self, matrix: Tensor) -> None:
-        """Replace the numbers of the weight."""
+    def put(self, matrix: Tensor, params: Params | None = None) -> None:
+        """Replace the numbers of the weight; `params` are then what freezing will use."""
         own = self.parameter.data
         own.copy_(self.weight.shaped(matrix, own.shape))
+        state = quantization_of(self.module)
+        if params is not None and state is not None:
+            state.params[self.weight.parameter] = params
 
 
 def layers_of(model: nn.Module, *, prefix: str = "") -> dict[str, Layer]:
