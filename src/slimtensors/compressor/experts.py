@@ -1,6 +1,8 @@
 """Stacked experts, under the names and in the pieces that checkpoints have them in."""
 
+import re
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +22,49 @@ def expert_parts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
         assert args is not None, "a layer without quantized weights lists none"
         how = formats.find(state.plan.format)
         codes, params = how.parse(parts_of(weight, state.kept()), args)
-        for layer, rows in _rows(model, state, weight.parameter, codes).items():
+        for layer, rows in _rows(model, state, weight.parameter, codes.shape).items():
             own = _params_of_rows(params, rows, codes.shape[-2], args)
             parts = how.store(codes.flatten(0, 1)[rows], own, args)
             stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
     return stored
 
 
+def expert_targets(model: nn.Module, state: Quantization) -> dict[str, str]:
+    """Return what checkpoints call the layers of stacked experts, each with a pattern for all."""
+    names: dict[str, str] = {}
+    for weight in state.plan.weights:
+        shape, _ = state.plan.dense[weight.parameter]
+        for layer in _rows(model, state, weight.parameter, shape):
+            stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
+            names[layer] = f"re:{re.escape(stem)}\\..*"
+    return names
+
+
+def routers(model: nn.Module) -> list[str]:
+    """List the layers that choose experts, as checkpoints call them.
+
+    They are no `Linear` in transformers, but are in vLLM, which must be told to leave them alone.
+    """
+    found = {
+        f"{name}.weight": torch.zeros(1, 1)
+        for name, module in model.named_modules()
+        if _ROUTER.search(type(module).__name__) and "weight" in dict(module.named_parameters())
+    }
+    return [name.removesuffix(".weight") for name in _as_saved(model, found)]
+
+
+_ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
+
+
 def _rows(
-    model: nn.Module, state: Quantization, parameter: str, codes: Tensor
+    model: nn.Module, state: Quantization, parameter: str, shape: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return which rows of all experts make up each layer of the checkpoint, by its name.
 
     transformers knows how it cuts a stack when it saves; numbers of rows, sent through the same
     cut, tell which of them ends up where.
     """
-    experts, rows = codes.shape[:2]
+    experts, rows = shape[:2]
     places = torch.arange(experts * rows).view(experts, rows, 1)
     name = f"{state.plan.name}.{parameter}"
     cut = _as_saved(model, {name: places.repeat(1, 1, 2)})

@@ -1,19 +1,20 @@
 """The state dict of a quantized model, and what its tensors mean without or with a model."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
-from slimtensors.compressor.experts import expert_parts
+from slimtensors.compressor.experts import expert_parts, expert_targets, routers
 from slimtensors.errors import ConfigError, MismatchError, SlimError, StatusError
 from slimtensors.quantization import formats
-from slimtensors.quantization.apply import KV_CACHE, apply_quantization_config, format_of
+from slimtensors.quantization.apply import apply_quantization_config
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.layers import are_experts, classes_of, weights_of
+from slimtensors.quantization.layers import classes_of, weights_of
+from slimtensors.quantization.plans import KV_CACHE, format_of
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.quantization.state import Quantization, Report, quantization_of
-from slimtensors.quantization.targets import disjoint, resolve
+from slimtensors.quantization.targets import disjoint, is_target, resolve
 
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
 _OF_WEIGHTS = ("packed", "scale", "zero_point", "global_scale", "shape", "g_idx")
@@ -27,11 +28,11 @@ _OF_ACTIVATIONS = tuple(
 def quantized_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
     """Return the tensors of a frozen or compressed model, as they go to disk."""
     state: dict[str, Tensor] = dict(model.state_dict())
-    for module, own in _quantized(model, config):
+    for own in _quantized(model, config):
         prefix = f"{own.plan.name}." if own.plan.name else ""
         for name in (*own.kept(), *(weight.parameter for weight in own.plan.weights)):
             state.pop(f"{prefix}{name}", None)
-        if are_experts(module):
+        if own.plan.are_experts:
             state |= expert_parts(model, own)
         else:
             state |= {f"{prefix}{name}": x for name, x in own.kept().items()}
@@ -41,22 +42,29 @@ def quantized_state(model: nn.Module, config: QuantizationConfig) -> dict[str, T
 def described(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
     """Return the config of a compressed model: with formats, and groups that do not overlap."""
     stored: dict[str, str] = {}
-    layers: dict[str, tuple[str, list[str]]] = {}
-    for module, own in _quantized(model, config):
-        if own.plan.group in config.config_groups:
-            layers[own.plan.name] = own.plan.group, classes_of(module)
-        if own.plan.weights:
-            stored[own.plan.group] = own.plan.format
+    layers: dict[str, tuple[str, Sequence[str]]] = {}
+    patterns: dict[str, str] = {}
+    for own in _quantized(model, config):
+        plan = own.plan
+        if plan.weights:
+            stored[plan.group] = plan.format
+        if plan.are_experts:
+            patterns |= expert_targets(model, own)
+            layers |= dict.fromkeys(expert_targets(model, own), (plan.group, ("Linear",)))
+        elif plan.group in config.config_groups:
+            layers[plan.name] = plan.group, plan.classes
     groups = {
         name: replace(group, format=stored.get(name, group.format))
         for name, group in config.config_groups.items()
     }
     kinds = sorted(set(stored.values()))
+    unlisted = [x for x in routers(model) if not is_target(config.ignore, x, ("Linear",))]
     return replace(
         config,
-        config_groups=disjoint(groups, layers),
+        config_groups=disjoint(groups, layers, patterns),
         format=kinds[0] if len(kinds) == 1 else formats.MIXED if kinds else "dense",
         quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=[*config.ignore, *unlisted],
         version=LAYOUT,
     )
 
@@ -86,7 +94,7 @@ def restored(model: nn.Module, state: Mapping[str, Tensor], config: Quantization
     for module in list(model.modules()):
         if (own := quantization_of(module)) is None:
             continue
-        if are_experts(module):
+        if own.plan.are_experts:
             raise ConfigError(
                 f"{own.plan.name}: stacked experts are loaded by transformers; "
                 "from_pretrained(None, config=…, state_dict=decompress(…)), then apply the config"
@@ -101,10 +109,8 @@ def restored(model: nn.Module, state: Mapping[str, Tensor], config: Quantization
     return report
 
 
-def _quantized(
-    model: nn.Module, config: QuantizationConfig
-) -> Iterator[tuple[nn.Module, Quantization]]:
-    """Yield the quantized layers of a model, if they are ready and of this config."""
+def _quantized(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantization]:
+    """Yield the states of quantized layers, if they are ready and of this config."""
     found = False
     for module in model.modules():
         if (own := quantization_of(module)) is None:
@@ -119,7 +125,7 @@ def _quantized(
             raise MismatchError(
                 f"{own.plan.name}: its group {own.plan.group!r} is of another config"
             )
-        yield module, own
+        yield own
     if not found:
         raise StatusError("the model is not quantized: apply_quantization_config comes first")
 

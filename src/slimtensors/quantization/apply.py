@@ -1,31 +1,14 @@
 """The life of a quantized model: apply a config, calibrate, freeze, compress; and back."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from slimtensors.errors import ConfigError, StatusError
-from slimtensors.quantization import formats
-from slimtensors.quantization.affine import check_weight
-from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.hooks import attach, attach_compressed, remove
-from slimtensors.quantization.layers import (
-    are_experts,
-    classes_of,
-    is_cached_attention,
-    takes_numbers,
-    weights_of,
-)
-from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Plan, Quantization, Report, quantization_of
-from slimtensors.quantization.targets import rank, resolve
-
-KV_CACHE = "kv_cache"
-
-_STORED_DENSE = {None, "dense", "fakequant", formats.MIXED}
+from slimtensors.quantization.plans import Layer, find_layers
+from slimtensors.quantization.state import Quantization, Report, quantization_of
 
 
 def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> Report:
@@ -42,19 +25,16 @@ def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> R
             f"a model cannot be made {config.quantization_status} by a config; "
             "ModelCompressor.restore loads compressed weights into it"
         )
+    freezes = config.quantization_status is QuantizationStatus.FROZEN
+    if freezes and config.needs_data:
+        raise StatusError("static activations need data: calibrate first, then freeze")
     report = Report()
-    found = [*_layers(model, config), *_attentions(model, config)]
-    _check(model, config, found, report)
-    states = [_attached(layer, report) for layer in found]
+    states = [_attached(layer, report) for layer in find_layers(model, config, report)]
     _introduce(states)
-    for layer in found:
-        report.groups.setdefault(layer.plan.group, []).append(layer.plan.name)
     if config.quantization_status is not QuantizationStatus.INITIALIZED:
         for state in states:
             state.watch()
-    if config.quantization_status is QuantizationStatus.FROZEN:
-        if config.needs_data:
-            raise StatusError("static activations need data: calibrate first, then freeze")
+    if freezes:
         model.apply(freeze_module_quantization)
     return report
 
@@ -113,127 +93,7 @@ def decompress_quantized_weights(module: nn.Module) -> None:
     state.turn(QuantizationStatus.FROZEN)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    module: nn.Module
-    plan: Plan
-
-
-def _layers(model: nn.Module, config: QuantizationConfig) -> Iterator[_Layer]:
-    """Yield the layers that groups of the config claim."""
-    for name, module in model.named_modules():
-        if not (weights := weights_of(module)):
-            continue
-        group = resolve(config.config_groups, config.ignore, name, classes_of(module))
-        if group is None or (scheme := config.config_groups[group]).is_empty:
-            continue
-        quantized = weights if scheme.weights is not None else ()
-        own = {w.parameter: getattr(module, w.parameter) for w in quantized}
-        plan = Plan(
-            name,
-            group,
-            quantized,
-            scheme.weights,
-            {parameter: (x.shape, x.dtype) for parameter, x in own.items()},
-            format_of(scheme, config),
-            _activations(scheme),
-        )
-        yield _Layer(module, plan)
-
-
-def format_of(scheme: QuantizationScheme, config: QuantizationConfig) -> str:
-    """Return how the weights of a group are stored: as it says, as the config says, or as usual."""
-    if scheme.format not in _STORED_DENSE:
-        return str(scheme.format)
-    return formats.infer(scheme) if config.format in _STORED_DENSE else str(config.format)
-
-
-def _activations(scheme: QuantizationScheme) -> dict[str, QuantizationArgs]:
-    both = {"input": scheme.input_activations, "output": scheme.output_activations}
-    return {which: args for which, args in both.items() if args is not None}
-
-
-def _attentions(model: nn.Module, config: QuantizationConfig) -> Iterator[_Layer]:
-    """Yield the layers that put keys and values into a cache, if these are to be quantized."""
-    if (args := config.kv_cache_scheme) is not None:
-        for name, module in model.named_modules():
-            if is_cached_attention(module):
-                yield _Layer(module, Plan(name, KV_CACHE, activations={"k": args, "v": args}))
-
-
-def _check(
-    model: nn.Module, config: QuantizationConfig, found: list[_Layer], report: Report
-) -> None:
-    groups = {layer.plan.group for layer in found}
-    wanted = {name for name, scheme in config.config_groups.items() if not scheme.is_empty}
-    if config.kv_cache_scheme is not None:
-        wanted.add(KV_CACHE)
-    for name in sorted(wanted - groups):
-        targets = config.config_groups[name].targets if name != KV_CACHE else "attention"
-        raise ConfigError(f"{name}: no layer of the model fits {targets} and is not ignored")
-    if not found:
-        raise ConfigError("the config quantizes nothing of this model")
-    _check_targets(model, config, report)
-    tied = _tied(model)
-    for layer in found:
-        try:
-            _check_layer(layer, tied, report)
-        except ConfigError as error:
-            raise ConfigError(f"{layer.plan.name}: {error}") from error
-
-
-def _check_layer(layer: _Layer, tied: Mapping[int, list[str]], report: Report) -> None:
-    module, plan = layer.module, layer.plan
-    state = quantization_of(module)
-    if state is not None and state.status is not QuantizationStatus.INITIALIZED:
-        raise StatusError(f"{plan.name}: is {state.status} already")
-    if "input" in plan.activations and not takes_numbers(module):
-        raise ConfigError("takes ids of tokens, not numbers; leave it out of this group")
-    for weight in plan.weights:
-        own: Tensor = getattr(module, weight.parameter)
-        names = tied.get(id(own), [])
-        if len(names) > 1:
-            raise ConfigError(f"shares its weight with {names}; ignore it, or untie them")
-        assert plan.weight_args is not None
-        check_weight(weight.matrix(own.detach()), plan.weight_args)
-    if are_experts(module) and plan.activations:
-        _check_experts(plan, report)
-
-
-def _check_experts(plan: Plan, report: Report) -> None:
-    if any(args.dynamic is not True for args in plan.activations.values()):
-        raise ConfigError(
-            "what flows between stacked experts cannot be watched; quantize it dynamically, "
-            "or give these layers a group of their own for weights alone"
-        )
-    report.note(
-        f"{plan.name}: activations inside of stacked experts stay as they are while the model runs"
-        " here; loaders like vLLM quantize them"
-    )
-
-
-def _check_targets(model: nn.Module, config: QuantizationConfig, report: Report) -> None:
-    """Write down targets, also ignored ones, that fit no layer: they may be typing errors."""
-    layers = [(name, classes_of(m)) for name, m in model.named_modules() if weights_of(m)]
-    everything = [(name, classes_of(m)) for name, m in model.named_modules()]
-    for group, scheme in config.config_groups.items():
-        for target in scheme.targets:
-            if not any(rank(target, *layer) is not None for layer in layers):
-                report.note(f"{group}: target {target!r} fits no layer that can be quantized")
-    for target in config.ignore:
-        if not any(rank(target, *layer) is not None for layer in everything):
-            report.note(f"ignore: {target!r} fits nothing in this model")
-
-
-def _tied(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each parameter, by its identity."""
-    names: dict[int, list[str]] = {}
-    for name, x in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(x), []).append(name)
-    return names
-
-
-def _attached(layer: _Layer, report: Report) -> Quantization:
+def _attached(layer: Layer, report: Report) -> Quantization:
     state = Quantization(layer.plan, report)
     attach(layer.module, state)
     return state

@@ -14,6 +14,8 @@ def attach(layer: nn.Module, state: Quantization) -> None:
     """Attach a state to a layer, so that its activations pass through it."""
     detach(layer)
     layer.quantization = state
+    if state.plan.are_experts:
+        return  # what flows between them is out of reach
     if "k" in state.plan.activations:
         state.hooks.append(layer.register_forward_pre_hook(_quantize_cache, with_kwargs=True))
     if "input" in state.plan.activations:

@@ -1,7 +1,7 @@
 """What is kept about one quantized layer: how, how far, and in which numbers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,10 @@ class Plan:
     name: str
     """Of the layer in its model."""
     group: str
+    classes: Sequence[str]
+    """By which targets may call it."""
+    are_experts: bool = False
+    """Whether its weights are stacks of those of many experts."""
     weights: tuple[Weight, ...] = ()
     weight_args: QuantizationArgs | None = None
     dense: Mapping[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)

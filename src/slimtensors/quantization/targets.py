@@ -57,21 +57,25 @@ def resolve(
 
 
 def disjoint(
-    groups: Mapping[str, QuantizationScheme], layers: Mapping[str, tuple[str, Sequence[str]]]
+    groups: Mapping[str, QuantizationScheme],
+    layers: Mapping[str, tuple[str, Sequence[str]]],
+    patterns: Mapping[str, str] | None = None,
 ) -> dict[str, QuantizationScheme]:
-    """Return the same groups, but with targets that no other group claims as well.
+    """Return the same groups, in alphabetical order, with targets that no other group claims.
 
-    `layers` are the quantized ones, each with its group and its classes. Loaders do not agree on
-    which of two groups wins, so those that overlap are written out, layer by layer.
+    `layers` are the quantized ones as checkpoints name them, each with its group and its classes.
+    Loaders do not agree on which of two groups wins, so groups that overlap, or that do not fit a
+    name, are written out: layer by layer, or with the pattern that some of these have.
     """
-    overlapping: set[str] = set()
+    unclear: set[str] = set()
+    named: dict[str, set[str]] = {}
     for name, (group, classes) in layers.items():
+        named.setdefault(group, set()).add((patterns or {}).get(name, name))
         claims = {g for g, scheme in groups.items() if is_target(scheme.targets, name, classes)}
-        if len(claims | {group}) > 1:
-            overlapping |= claims | {group}
-    named = {g: [name for name, (own, _) in layers.items() if own == g] for g in overlapping}
+        if claims != {group}:
+            unclear |= claims | {group}
     return {
-        group: scheme.with_targets(sorted(named[group])) if group in named else scheme
+        group: scheme.with_targets(sorted(named[group])) if group in unclear else scheme
         for group, scheme in sorted(groups.items())
     }
 
