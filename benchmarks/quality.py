@@ -107,7 +107,7 @@ class Llama:
         self._unseen = as_bytes(apart)
         self._folder = folder / ("quick" if quick else "llama")
         self.data = [{"input_ids": x} for x in rows(self._seen, 64, seed=1).split(8)]
-        self._test = rows(self._unseen, 16 if quick else 256, seed=2)
+        self._test = rows(self._unseen, 16 if quick else 128, seed=2)
         if not (self._folder / "config.json").exists():
             train(self._seen, 20 if quick else 700).save_pretrained(self._folder)
 

@@ -44,7 +44,7 @@ def gptq(
     groups_follow = args.actorder is ActivationOrdering.GROUP and _is_grouped(args)
     if groups_follow and params is not None:
         raise ConfigError("with actorder 'group' the groups, and so the params, are found here")
-    if not (static_groups or params is None) or (not static_groups and not _can_wait(args)):
+    if not static_groups and (params is not None or not _can_wait(args)):
         raise ConfigError("scales can wait only in groups that are neighbours in GPTQ's order")
     ordered = weight[:, order]
     if params is None:
