@@ -1,6 +1,7 @@
 """Quantization: weights and activations as small integers or floats."""
 
 from slimtensors.quantization.affine import Params
+from slimtensors.quantization.algorithms import quantize_model
 from slimtensors.quantization.apply import (
     apply_quantization_config,
     compress_quantized_weights,
@@ -31,4 +32,5 @@ __all__ = [
     "compress_quantized_weights",
     "decompress_quantized_weights",
     "freeze_module_quantization",
+    "quantize_model",
 ]

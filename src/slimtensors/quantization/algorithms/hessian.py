@@ -1,0 +1,88 @@
+"""What a layer's inputs say about its weights: which errors of theirs are seen in its outputs.
+
+The error of the outputs, caused by an error `e` in one row of the weight, is `e H eᵀ` with
+`H = XᵀX / n` for the inputs `X [n, columns]`: the Hessian, up to a factor.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slimtensors.errors import ConfigError
+
+Tell = Callable[[str], object]
+"""Gets a sentence about something that did not go as asked."""
+
+
+class Hessian:
+    """The mean of `xᵀx` over all inputs seen so far."""
+
+    def __init__(self, columns: int, *, device: torch.device | str = "cpu") -> None:
+        self._sum = torch.zeros(columns, columns, device=device)
+        self.largest = torch.zeros(columns, device=device)
+        """The largest absolute value of each input."""
+        self.tokens = 0
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in the inputs `[..., columns]` of one call."""
+        x = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+        if not torch.isfinite(x).all():
+            raise ConfigError(
+                "NaN or infinity among its inputs; check the calibration data, "
+                "or run the model in bfloat16 or float32"
+            )
+        if not len(x):
+            return
+        self._sum.addmm_(x.T, x)
+        self.largest = torch.maximum(self.largest, x.abs().amax(0))
+        self.tokens += len(x)
+
+    def divide(self, scale: Tensor) -> None:
+        """Pretend that all inputs had been divided by `scale [columns]`."""
+        self._sum /= scale
+        self._sum /= scale[:, None]
+        self.largest = self.largest / scale
+
+    def mean(self) -> Tensor:
+        """Return the matrix `[columns, columns]` in float32."""
+        return self._sum / max(self.tokens, 1)
+
+
+def output_error(error: Tensor, hessian: Tensor) -> float:
+    """Return the mean square, summed over all rows, that an error of a weight adds to outputs."""
+    error = error.float()
+    return float((error @ hessian).mul_(error).sum(dtype=torch.float64))
+
+
+def pulls(hessian: Tensor, *, damping: float, tell: Tell) -> Tensor:
+    """Return `P [columns, columns]`, by which errors of columns pull on those that come after.
+
+    Adding `Σ e[k] P[k, j]` to column j makes up best for the errors `e` of those before it.
+    `damping`, in units of the mean of the diagonal, is added to it; doubled, and told, for as long
+    as the matrix is singular all the same. Columns that saw only zeros pull on nothing.
+    """
+    # H = R Rᵀ with R upper triangular makes e H eᵀ = |e R|², whose j-th term only knows columns up
+    # to j. This is what GPTQ finds through the inverse of H, at a third of the cost. Libraries
+    # give lower factors, hence the flips.
+    flipped = hessian.flip(0, 1)
+    diagonal = flipped.diagonal()
+    dead = diagonal == 0
+    mean = float(diagonal.sum()) / max(int((~dead).sum()), 1)
+    if not mean > 0:
+        raise ConfigError("its inputs were all zero: nothing to learn from them")
+    if dead.any():
+        tell(f"{int(dead.sum())} of {len(dead)} inputs were always zero")
+        diagonal[dead] = mean
+    added = 0.0
+    while True:
+        diagonal += (damping - added) * mean
+        factor, failed = torch.linalg.cholesky_ex(flipped)
+        if not failed and torch.isfinite(factor).all():
+            break
+        if damping >= 1:
+            raise ConfigError(f"the Hessian is not positive, even with damping {damping:g}")
+        added, damping = damping, max(2 * damping, 1e-4)
+        tell(f"the Hessian is singular: damping raised to {damping:g}")
+    upper: Tensor = factor.flip(0, 1)
+    return upper / upper.diagonal()

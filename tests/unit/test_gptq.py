@@ -1,0 +1,211 @@
+"""GPTQ: less error in the outputs than rounding to nearest, on the grid, and the zeros kept."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimtensors.errors import ConfigError
+from slimtensors.quantization import QuantizationArgs
+from slimtensors.quantization.affine import Params, find_params
+from slimtensors.quantization.algorithms import Hessian, gptq, output_error, rtn
+
+FP4 = {"type": "float", "num_bits": 4}
+KINDS = {
+    "int8 tensor": {"num_bits": 8},
+    "int4 channel": {"num_bits": 4, "group_size": -1},
+    "int4 group": {"num_bits": 4, "group_size": 16},
+    "int4 group asymmetric": {"num_bits": 4, "group_size": 16, "symmetric": False},
+    "int4 weight order": {"num_bits": 4, "group_size": 16, "actorder": "weight"},
+    "int4 group order": {"num_bits": 4, "group_size": 16, "actorder": "group"},
+    "int3 group order asymmetric": {
+        "num_bits": 3,
+        "group_size": 32,
+        "actorder": "group",
+        "symmetric": False,
+    },
+    "int2 channel order": {"num_bits": 2, "group_size": -1, "actorder": "group"},
+    "fp8 channel": {"type": "float", "num_bits": 8, "group_size": -1},
+    "fp8 block": {"type": "float", "strategy": "block", "block_structure": (16, 24)},
+    "nvfp4": {
+        **FP4,
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "scale_dtype": torch.float8_e4m3fn,
+    },
+    "mxfp4": {**FP4, "group_size": 32, "scale_dtype": torch.uint8},
+}
+ROWS, COLUMNS = 40, 64
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hessian_of(columns=COLUMNS, tokens=300, seed=1):
+    """Inputs that hang together, some much larger than others."""
+    sizes = random(columns, seed=seed + 1).exp()
+    hessian = Hessian(columns)
+    hessian.add(random(tokens, columns, seed=seed) @ random(columns, columns, seed=seed) * sizes)
+    return hessian.mean()
+
+
+def by_the_paper(weight, hessian, scale, *, width, damping=0.01):
+    """GPTQ as published, column by column through the inverse, for 4-bit symmetric codes."""
+    damped = hessian.double().clone()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
+    upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    left, done = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    for j in range(weight.shape[1]):
+        step = scale[:, j // width].double()
+        done[:, j] = (left[:, j] / step).clamp(-8, 7).round() * step
+        error = (left[:, j] - done[:, j]) / upper[j, j]
+        left[:, j:] -= error[:, None] * upper[j, j:]
+    return done
+
+
+def test_it_gives_what_the_paper_gives():
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    args = QuantizationArgs(num_bits=4, group_size=16)
+    want = by_the_paper(weight, hessian, find_params(weight, args).scale, width=16)
+    torch.testing.assert_close(gptq(weight, hessian, args).weight, want.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_change_less_than_by_rounding_to_nearest(kind, dtype):
+    weight, hessian = random(ROWS, COLUMNS).to(dtype), hessian_of()
+    args = QuantizationArgs(**KINDS[kind])
+    ours, nearest = gptq(weight, hessian, args), rtn(weight, args)
+    assert ours.weight.dtype == dtype
+    error = output_error(weight - ours.weight, hessian)
+    assert error < 0.8 * output_error(weight - nearest.weight, hessian)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "int8" not in kind])
+def test_the_result_is_on_the_grid(kind):
+    args = QuantizationArgs(**KINDS[kind])
+    for dtype in (torch.float32, torch.bfloat16):
+        done = gptq(random(ROWS, COLUMNS).to(dtype), hessian_of(), args)
+        assert torch.equal(rtn(done.weight, args, params=done.params).weight, done.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", ["any", "2:4"])
+def test_zeros_stay_zeros_and_only_kept_weights_take_over_errors(kind, pattern):
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    if pattern == "any":
+        mask = random(ROWS, COLUMNS, seed=9) > 0
+    else:
+        best = weight.view(-1, 4).abs().topk(2).indices
+        mask = torch.zeros(ROWS * COLUMNS // 4, 4, dtype=torch.bool).scatter(1, best, True)
+        mask = mask.view(ROWS, COLUMNS)
+    args = QuantizationArgs(**KINDS[kind])
+    pruned = weight * mask
+    done = gptq(pruned, hessian, args, mask=mask)
+    assert not done.weight[~mask].any()
+    codes = done.weight[~mask].view(torch.int32)
+    assert not codes.any(), "a minus zero would be another code"
+    nearest = output_error(pruned - rtn(pruned, args).weight, hessian)
+    assert output_error(pruned - done.weight, hessian) < nearest
+
+
+def test_a_mask_may_also_prune_and_the_kept_weights_make_up_for_it():
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    mask = weight.abs() > 0.5
+    args = QuantizationArgs(num_bits=8, group_size=-1)
+    done = gptq(weight, hessian, args, mask=mask)
+    plain = output_error(weight - weight * mask, hessian)
+    assert output_error(weight - done.weight, hessian) < 0.9 * plain
+
+
+def test_the_most_active_columns_come_first():
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    plain = gptq(weight, hessian, QuantizationArgs(num_bits=4, group_size=16))
+    for order in ("weight", "group"):
+        args = QuantizationArgs(num_bits=4, group_size=16, actorder=order)
+        done = gptq(weight, hessian, args)
+        better = output_error(weight - done.weight, hessian)
+        assert better < output_error(weight - plain.weight, hessian)
+        if order == "weight":
+            assert done.params.g_idx is None
+            assert torch.equal(done.params.scale, plain.params.scale)
+        else:
+            ranks = hessian.diagonal().argsort(descending=True).argsort()
+            assert torch.equal(done.params.g_idx, (ranks // 16).int())
+
+
+@pytest.mark.parametrize("order", [None, "group"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_that_wait_get_scales_that_fit_what_they_have_become(order, symmetric):
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    args = QuantizationArgs(num_bits=4, group_size=16, actorder=order, symmetric=symmetric)
+    early, late = (gptq(weight, hessian, args, static_groups=static) for static in (True, False))
+    assert not torch.equal(early.params.scale, late.params.scale)
+    assert early.params.scale.shape == late.params.scale.shape
+    assert torch.equal(rtn(late.weight, args, params=late.params).weight, late.weight)
+    nearest = output_error(weight - rtn(weight, args).weight, hessian)
+    assert output_error(weight - late.weight, hessian) < 0.8 * nearest
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 9), groups=st.integers(1, 7), size=st.sampled_from([1, 3, 8, 20]))
+def test_any_shape_gives_the_greedy_choice_of_each_column(rows, groups, size):
+    columns = groups * size
+    weight, hessian = random(rows, columns), hessian_of(columns)
+    args = QuantizationArgs(num_bits=4, group_size=size)
+    params = Params(0.2 + random(rows, groups, seed=5).abs() / 3)  # fitting ones would make ties
+    want = by_the_paper(weight, hessian, params.scale, width=size)
+    got = gptq(weight, hessian, args, params=params).weight
+    torch.testing.assert_close(got, want.float())
+
+
+def test_scales_that_are_given_are_used():
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    args = QuantizationArgs(num_bits=4, group_size=16)
+    params = find_params(weight / 2, args)
+    assert gptq(weight, hessian, args, params=params).params is params
+
+
+def test_inputs_that_were_always_zero_are_rounded_to_nearest_and_told():
+    weight, hessian, told = random(ROWS, COLUMNS), hessian_of(), []
+    hessian[5], hessian[:, 5] = 0, 0
+    args = QuantizationArgs(num_bits=4, group_size=16)
+    done = gptq(weight, hessian, args, tell=told.append)
+    assert torch.equal(done.weight[:, 5], rtn(weight, args).weight[:, 5])
+    assert told == ["1 of 64 inputs were always zero"]
+
+
+def test_a_singular_hessian_gets_more_damping_and_that_is_told():
+    told = []
+    hessian = torch.ones(COLUMNS, COLUMNS)
+    args = QuantizationArgs(num_bits=4, group_size=16)
+    done = gptq(random(ROWS, COLUMNS), hessian, args, damping=0.0, tell=told.append)
+    assert torch.isfinite(done.weight).all()
+    assert "damping raised to 0.0001" in told[0]
+
+
+def test_bad_input_is_refused():
+    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+    args = QuantizationArgs(num_bits=4, group_size=16)
+    nan = hessian.clone()
+    nan[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="NaN or infinity in the Hessian"):
+        gptq(weight, nan, args)
+    with pytest.raises(ConfigError, match="NaN or infinity"):
+        gptq(weight / 0, hessian, args)
+    with pytest.raises(ConfigError, match="all zero"):
+        gptq(weight, hessian * 0, args)
+    with pytest.raises(ConfigError, match="a Hessian of"):
+        gptq(weight, hessian[:3, :3], args)
+    with pytest.raises(ConfigError, match="a mask is bool"):
+        gptq(weight, hessian, args, mask=torch.ones(3))
+    with pytest.raises(ConfigError, match="divide into groups"):
+        gptq(weight, hessian, QuantizationArgs(num_bits=4, group_size=48))
+    with pytest.raises(ConfigError, match="not positive"):
+        gptq(weight, 2 * torch.eye(COLUMNS) - torch.ones(COLUMNS, COLUMNS), args)
+    ordered = QuantizationArgs(num_bits=4, group_size=16, actorder="weight")
+    with pytest.raises(ConfigError, match="can wait only"):
+        gptq(weight, hessian, ordered, static_groups=False)
+    with pytest.raises(ConfigError, match="NaN or infinity among its inputs"):
+        Hessian(2).add(torch.tensor([[1.0, torch.inf]]))
