@@ -20,8 +20,8 @@ LAYERS = [
     "codecs",
     *["tree", "plan", "container", "sparsity"],
     *["summary", "presets", "dialects"],
-    "archive",
-    *["delta", "formats", "folder", "model"],
+    *["archive", "residual"],
+    *["delta", "formats", "folder", "delta_folder", "model"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
