@@ -57,6 +57,13 @@ NB_MODULE(_core, m) {
         "items"_a, "itemsize"_a, no_gil);
 
     m.def(
+        "count_bytes",
+        [](const In& items, std::size_t itemsize, bool rotated, const Out& counts) {
+            count_bytes(items.bytes, {itemsize, rotated}, counts.bytes);
+        },
+        "items"_a, "itemsize"_a, "rotated"_a, "counts"_a, no_gil);
+
+    m.def(
         "mask24_fill", [](const Out& mask) { return mask24_fill(mask.bytes); }, "mask"_a, no_gil);
     m.def(
         "mask24_pack", [](const In& mask, const Out& codes) { mask24_pack(mask.bytes, codes.bytes); },

@@ -44,6 +44,12 @@ def popcount(mask: Buffer) -> int:
 def count_zeros(items: Buffer, itemsize: int) -> tuple[int, int]:
     """Return how many items have no bit set, and how many only the top bit (-0.0 in floats)."""
 
+def count_bytes(items: Buffer, itemsize: int, rotated: bool, counts: MutableBuffer) -> None:
+    """Count each byte of each plane, as 64-bit numbers: 256 for the lowest plane, and so on.
+
+    If `rotated`, items are rotated left by one bit before.
+    """
+
 def mask24_fill(mask: MutableBuffer) -> int:
     """Set the lowest clear bits of nibbles with fewer than two ones until they have two; return -1.
 
