@@ -1,7 +1,9 @@
 #include "counting.h"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
+#include <vector>
 
 #include "cpu.h"
 
@@ -56,6 +58,30 @@ ZeroCounts count_zeros_plain(Bytes bytes, std::size_t itemsize) {
 }
 
 }  // namespace
+
+void count_bytes(Bytes items, ItemKind kind, MutableBytes counts) {
+    if (!std::has_single_bit(kind.size) || kind.size > 8)
+        throw std::invalid_argument("itemsize must be 1, 2, 4 or 8");
+    if (kind.rotated && kind.size == 1) throw std::invalid_argument("items of one byte cannot be rotated");
+    if (items.size() % kind.size != 0) throw std::invalid_argument("items are not a whole number of items");
+    if (counts.size() != kind.size * 256 * sizeof(std::uint64_t))
+        throw std::invalid_argument("there must be 256 counts for each byte of an item");
+    constexpr std::size_t block = 1 << 14;
+    std::vector<std::uint8_t> plane(block);
+    const std::size_t total = items.size() / kind.size;
+    for (std::size_t j = 0; j < kind.size; ++j) {
+        // Equal neighbours would wait for each other's counter, so four take turns.
+        std::array<std::array<std::uint64_t, 256>, 4> found{};
+        for (std::size_t start = 0; start < total; start += block) {
+            const std::size_t size = std::min(block, total - start);
+            take_plane(items.data() + start * kind.size, size, kind, j, plane.data());
+            for (std::size_t i = 0; i < size; ++i) ++found[i % 4][plane[i]];
+        }
+        for (std::size_t byte = 0; byte < 256; ++byte)
+            store(counts.data() + (j * 256 + byte) * sizeof(std::uint64_t),
+                  found[0][byte] + found[1][byte] + found[2][byte] + found[3][byte]);
+    }
+}
 
 std::size_t popcount(Bytes mask) {
 #if defined(SLIMTENSORS_X86)

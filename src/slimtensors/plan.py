@@ -140,6 +140,23 @@ def plan_of(data: Json, depth: int = 0) -> Plan:
     return Plan(codecs.from_json(codec), {k: plan_of(v, depth + 1) for k, v in inner.items()})
 
 
+def sizes_of(data: Json, prefix: str = "") -> dict[str, int]:
+    """Return the bytes of each leaf of what `describe` returned, by its dotted path."""
+    parts = data.get("parts")
+    if not isinstance(parts, dict):
+        raise CorruptFileError(f"not an encoded tensor: {str(data)[:80]}")
+    sizes: dict[str, int] = {}
+    for name, part in parts.items():
+        match part:
+            case {"codec": dict()}:
+                sizes |= sizes_of(part, f"{prefix}{name}.")
+            case {"at": [int(begin), int(end)]}:
+                sizes[prefix + name] = end - begin
+            case _:
+                raise CorruptFileError(f"part {name!r} is not described")
+    return sizes
+
+
 def rebuild(data: Json, payload: memoryview) -> Encoded:
     """Join what `describe` returned with the bytes that hold the leaves, checking every bound."""
     return _Rebuilding(payload).node(data, 0)

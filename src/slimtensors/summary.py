@@ -1,7 +1,8 @@
 """What was stored, tensor by tensor: returned by `save` and by `inspect`."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 
 from slimtensors.spec import Json
@@ -22,18 +23,24 @@ class Stored:
     note: str = ""
     error: float | None = None
     """How far it is from what was given, relative RMS; none if it is the same, bit for bit."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of everything it is stored as, by the dotted path in its plan."""
+    bound: float | None = None
+    """The order-0 entropy, in bits per item; none if nobody asked for it."""
 
     def tied_to(self, home: str) -> "Stored":
         """Return the entry of a name that stands for the tensor `home`."""
-        return replace(self, codec="tied", stored_bytes=0, note=f"is {home}")
+        return replace(self, codec="tied", stored_bytes=0, note=f"is {home}", parts={}, bound=None)
 
     @property
     def bits_per_item(self) -> float:
         """Bits that one item costs in the file."""
-        items = 1
-        for size in self.shape:
-            items *= size
-        return 8 * self.stored_bytes / items if items else 0.0
+        return 8 * self.stored_bytes / self.items if self.items else 0.0
+
+    @property
+    def items(self) -> int:
+        """Number of items."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,17 @@ class Summary:
                     "shape": list(t.shape),
                     "file": PurePath(t.file).name,
                     "bits_per_item": round(t.bits_per_item, 4),
+                    "bound": None if t.bound is None else round(t.bound, 4),
                 }
                 for t in self.tensors
             ],
         }
+
+
+def joined(parts: Sequence[Summary]) -> Summary:
+    """Return one summary of what lies in several files."""
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    return Summary(tensors, [file for part in parts for file in part.files])
 
 
 def counted(number: int, what: str) -> str:

@@ -69,6 +69,43 @@ def test_inspect_prints_json_that_fits_its_schema(source, capsys):
     assert sum(t["stored_bytes"] for t in data["tensors"]) == data["stored_bytes"]
 
 
+@pytest.mark.parametrize("preset", ["sparse", "lossless", "extreme", "dense"])
+def test_the_parts_of_a_tensor_add_up_to_what_it_costs(source, tmp_path, capsys, preset):
+    assert run("compress", source, "-o", tmp_path / "y", "--preset", preset, "--json") == 0
+    written = valid(capsys.readouterr().out, "summary")
+    assert run("inspect", tmp_path / "y", "--json", "--bound") == 0
+    data = valid(capsys.readouterr().out, "summary")
+    for tensor, told in zip(data["tensors"], written["tensors"], strict=True):
+        assert sum(tensor["parts"].values()) == tensor["stored_bytes"]
+        assert tensor["parts"] == told["parts"]
+        assert told["bound"] is None
+        assert (tensor["bound"] is None) == (tensor["codec"] == "tied")
+    codecs = {"sparse": {"mask", "values", "header"}, "dense": {"data"}}
+    assert preset not in codecs or data["tensors"][0]["parts"].keys() == codecs[preset]
+    assert ("scale" in data["tensors"][0]["parts"]) == (preset == "extreme")
+
+
+def test_inspect_shows_parts_and_bounds_if_asked(source, capsys):
+    assert run("inspect", source, "--parts", "--bound", "-T", "1") == 0
+    head, first, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[-2:] == ["bits/item", "bound"]
+    bits, bound = map(float, first.split()[-2:])
+    assert 0 < bound < bits
+    assert [line.split()[0] for line in lines[:3]] == ["mask", "values", "header"]
+    assert float(lines[-1].split()[-1]) > 0
+
+
+def test_the_parts_of_the_other_dialect_are_its_tensors(tmp_path, capsys):
+    x = {"a.weight": pruned(64, 64), "b": torch.ones(3)}
+    slimtensors.save(x, tmp_path / "x", preset="sparse", dialect="compressed-tensors")
+    assert run("inspect", tmp_path / "x", "--json", "--bound") == 0
+    first, second = valid(capsys.readouterr().out, "summary")["tensors"]
+    assert first["parts"].keys() == {"shape", "row_offsets", "compressed", "bitmask"}
+    assert sum(first["parts"].values()) == first["stored_bytes"]
+    assert second["parts"] == {"data": 12}
+    assert second["bound"] == 0
+
+
 def test_compress_and_decompress_print_json_that_fits_its_schema(source, tmp_path, capsys):
     assert run("compress", source, "-o", tmp_path / "y", "--json") == 0
     data = valid(capsys.readouterr().out, "summary")

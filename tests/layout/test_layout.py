@@ -18,10 +18,10 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["tree", "plan", "container", "sparsity", "quantization"],
+    *["tree", "plan", "container", "sparsity", "entropy", "quantization"],
     *["summary", "presets", "dialects"],
-    "archive",
-    *["delta", "formats", "folder", "model", "compressor"],
+    *["archive", "residual"],
+    *["delta", "formats", "folder", "delta_folder", "model", "compressor"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

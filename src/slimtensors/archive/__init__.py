@@ -1,8 +1,8 @@
 """Archives: named tensors in a file or folder. The only place with threads."""
 
-from slimtensors.archive.read import Archive, inspect, load, open
+from slimtensors.archive.read import Archive, Progress, inspect, load, open
 from slimtensors.archive.verify import Verification, verify
-from slimtensors.archive.write import Progress, estimate, save
+from slimtensors.archive.write import estimate, save
 
 __all__ = [
     "Archive",

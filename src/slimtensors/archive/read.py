@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,12 +13,16 @@ from slimtensors import dialects
 from slimtensors.archive.workers import Workers
 from slimtensors.container import LocalPlace, StrPath, open_files, place
 from slimtensors.dialects import Member
+from slimtensors.entropy import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.spec import Each, Spec, dtype_name, serially
 from slimtensors.summary import Stored, Summary
 from slimtensors.tree import unflatten
 
 Answer = TypeVar("Answer")
+
+Progress = Callable[[int], object]
+"""Called with the number of bytes that were just done."""
 
 
 class Archive:
@@ -76,6 +81,7 @@ class Archive:
             member.stored_bytes,
             member.file.name,
             error=about.error,
+            parts=about.parts,
         )
 
     def tied(self) -> dict[str, str]:
@@ -100,10 +106,37 @@ class Archive:
 
     def summary(self) -> Summary:
         """Return how everything is stored."""
+        return self._summary(self.info)
+
+    def bounds(self, *, threads: int | None = None, progress: Progress | None = None) -> Summary:
+        """Return how everything is stored, and the order-0 entropy of all tensors.
+
+        Everything is read and decoded for it. Tensors stored with rounding count as what they were
+        rounded to: their integers and scales. `progress` counts stored bytes.
+        """
+        tied = self.tied()
+
+        def one(name: str) -> Stored:
+            info = self.info(name)
+            exact = self._told(name, lambda member: member.load_exact(workers.each))
+            bits = sum(map(order0, exact))
+            return replace(info, bound=bits / info.items if info.items else 0.0)
+
+        with Workers(threads) as workers:
+            names = [name for name in self if name not in tied]
+            found: dict[str, Stored] = {}
+            results = workers.in_order(one, names, self.stored_bytes)
+            for name, info in zip(names, results, strict=True):
+                found[name] = info
+                if progress:
+                    progress(info.stored_bytes)
+        return self._summary(lambda name: found[tied.get(name, name)])
+
+    def _summary(self, about: Callable[[str], Stored]) -> Summary:
         tied = self.tied()
         return Summary(
             [
-                self.info(name).tied_to(tied[name]) if name in tied else self.info(name)
+                replace(about(name), name=name).tied_to(tied[name]) if name in tied else about(name)
                 for name in self
             ],
             [file.name for file in self._files],

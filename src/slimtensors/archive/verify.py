@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimtensors.archive.read import Archive, open
+from slimtensors.archive.read import Archive, Progress, open
 from slimtensors.archive.workers import Workers
-from slimtensors.archive.write import Progress
 from slimtensors.codecs import TorchQuantized
 from slimtensors.container import StrPath
 from slimtensors.errors import FormatError

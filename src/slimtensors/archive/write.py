@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors import dialects, presets
-from slimtensors.archive.read import Archive
+from slimtensors.archive.read import Archive, Progress
 from slimtensors.archive.state import Item, State, as_state
 from slimtensors.archive.workers import Workers
 from slimtensors.codecs import Dense, TorchQuantized
@@ -27,9 +27,6 @@ from slimtensors.plan import Plan
 from slimtensors.presets import Choice, Chooser
 from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
-
-Progress = Callable[[int], object]
-"""Called with the number of dense bytes that were just done."""
 
 
 def save(
@@ -248,6 +245,7 @@ def _summary(done: Sequence[_Done], state: State, homes: Mapping[str, str]) -> S
             homes.get(result.pieces[0].name, ""),
             result.note,
             result.packed.error,
+            result.packed.parts,
         )
         for result in done
         if result.pieces

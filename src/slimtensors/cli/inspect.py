@@ -1,13 +1,14 @@
 """`slimtensors inspect`: what a file holds, and what each tensor costs."""
 
 import argparse
+from collections.abc import Iterator
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
 from slimtensors.folder import check_globs, matching
 from slimtensors.summary import Stored, Summary, human
 
-_HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item")
+_HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item", "bound")
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -20,6 +21,13 @@ def add_to(verbs: "console.Verbs") -> None:
     )
     console.add_source(verb)
     console.add_filters(verb, "show")
+    verb.add_argument("--parts", action="store_true", help="show what each part costs")
+    verb.add_argument(
+        "--bound",
+        action="store_true",
+        help="show the order-0 entropy in bits per item; reads everything",
+    )
+    console.add_threads(verb)
     form = verb.add_mutually_exclusive_group()
     console.add_json(form)
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -31,13 +39,30 @@ def run(options: argparse.Namespace) -> int:
     keep = matching(options.only, options.skip)
     with Archive(options.source) as archive:
         check_globs(archive, options.only + options.skip)
-        summary = archive.select(name for name in archive if keep(name)).summary()
+        kept = archive.select(name for name in archive if keep(name))
+        summary = _bounds(kept, options.threads) if options.bound else kept.summary()
     if options.json:
         console.print_json(summary.to_json())
         return 0
     layout = console.markdown if options.markdown else console.table
-    print(layout(_HEAD, [*map(_row, summary.tensors), _total(summary)], left=4))
+    rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
+    columns = len(_HEAD) if options.bound else len(_HEAD) - 1
+    print(layout(_HEAD[:columns], [row[:columns] for row in rows], left=4))
     return 0
+
+
+def _bounds(archive: Archive, threads: int | None) -> Summary:
+    stored = sum(map(archive.stored_bytes, archive))
+    with console.progress(stored, "inspect") as bar:
+        return archive.bounds(threads=threads, progress=bar)
+
+
+def _rows(summary: Summary, *, with_parts: bool) -> Iterator[tuple[str, ...]]:
+    for tensor in summary.tensors:
+        yield _row(tensor)
+        for part, size in tensor.parts.items() if with_parts else ():
+            bits = f"{8 * size / tensor.items:.2f}" if tensor.items else ""
+            yield (f"  {part}", "", "", "", human(size), "", bits, "")
 
 
 def _row(tensor: Stored) -> tuple[str, ...]:
@@ -49,9 +74,14 @@ def _row(tensor: Stored) -> tuple[str, ...]:
         human(tensor.stored_bytes),
         human(tensor.dense_bytes),
         f"{tensor.bits_per_item:.2f}",
+        "" if tensor.bound is None else f"{tensor.bound:.2f}",
     )
 
 
 def _total(summary: Summary) -> tuple[str, ...]:
-    times = f"{summary.ratio:.2f}x"
-    return ("total", "", "", times, human(summary.stored_bytes), human(summary.dense_bytes), "")
+    sizes = human(summary.stored_bytes), human(summary.dense_bytes)
+    tensors = [tensor for tensor in summary.tensors if tensor.codec != "tied"]
+    items = sum(tensor.items for tensor in tensors) or 1
+    bound = sum(tensor.items * (tensor.bound or 0) for tensor in tensors) / items
+    bits = 8 * summary.stored_bytes / items
+    return ("total", "", "", f"{summary.ratio:.2f}x", *sizes, f"{bits:.2f}", f"{bound:.2f}")

@@ -50,7 +50,8 @@ class SparseMember:
 
     def about(self) -> About:
         """Return the codec; all of this dialect are lossless."""
-        return About(self.spec(), Plan(_CODECS[self.codec]))
+        sizes = {suffix: part.entry.spec.nbytes for suffix, part in self.parts.items()}
+        return About(self.spec(), Plan(_CODECS[self.codec]), sizes)
 
     def load(self, each: Each) -> Tensor:
         """Scatter the values; they lie in the mask's order in both sparse formats."""
@@ -69,6 +70,10 @@ class SparseMember:
             part.file.release(part.entry)
         return out
 
+    def load_exact(self, each: Each) -> list[Tensor]:
+        """Return the tensor."""
+        return [self.load(each)]
+
 
 def check(name: str, spec: Spec) -> None:
     """Raise if safetensors has no name for the dtype."""
@@ -81,14 +86,14 @@ def check(name: str, spec: Spec) -> None:
 def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
     """Return `x` as it goes into a file, one plain tensor or several."""
     if plan is None:
-        return Packed([plain_piece(name, x, each)], None)
+        return Packed([plain_piece(name, x, each)], None, parts={"data": x.nbytes})
     if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
         raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
     parts = split(x, plan.codec, each)
     # Largest items first: as aligned as a format without padding allows.
     order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
     pieces = [plain_piece(f"{name}.{suffix}", parts[suffix], each) for suffix in order]
-    return Packed(pieces, plan)
+    return Packed(pieces, plan, parts={suffix: parts[suffix].nbytes for suffix in order})
 
 
 def split(x: Tensor, codec: Bitmask | Bitmask24, each: Each = serially) -> dict[str, Tensor]:

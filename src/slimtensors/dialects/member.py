@@ -1,7 +1,7 @@
 """A tensor inside an archive, as dialects find it; and the simplest kind, a plain one."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,10 @@ class Member(Protocol):
         """Read, check and decode it into memory of its own."""
         ...
 
+    def load_exact(self, each: Each) -> list[Tensor]:
+        """Read what is stored exactly: the tensor, or the integers and scales it is made of."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class About:
@@ -51,6 +55,8 @@ class About:
     spec: Spec
     plan: Plan | None
     """None if plain."""
+    parts: Mapping[str, int]
+    """Bytes of everything it is stored as; together those that it costs in the file."""
     error: float | None = None
     """How far it is from what was given, relative RMS; none if it is the same."""
 
@@ -64,6 +70,8 @@ class Packed:
     """By which it was packed; none if plain."""
     error: float | None = None
     """What that cost, relative RMS; none if nothing."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of everything it is stored as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class PlainMember:
 
     def about(self) -> About:
         """Return that there is nothing to decode."""
-        return About(self.spec(), None)
+        return About(self.spec(), None, {"data": self.stored_bytes})
 
     def load(self, each: Each) -> Tensor:
         """Copy the bytes, so that the result does not depend on the file."""
@@ -125,6 +133,10 @@ class PlainMember:
             stored.check(copy(raw, as_bytes(out), each))
         stored.file.release(entry)
         return out
+
+    def load_exact(self, each: Each) -> list[Tensor]:
+        """Return the tensor."""
+        return [self.load(each)]
 
 
 def plain_piece(name: str, x: Tensor, each: Each) -> Piece:

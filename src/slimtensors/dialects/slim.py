@@ -36,8 +36,9 @@ from slimtensors.plan import (
     plan_of,
     rebuild,
     relative_error,
+    sizes_of,
 )
-from slimtensors.spec import Each, Json, Spec, as_bytes
+from slimtensors.spec import QUANTIZED, Each, Json, Spec, as_bytes
 
 NAME = "slim"
 MAGIC = b"SLIM"
@@ -68,18 +69,31 @@ class BlobMember:
         header = self._header()
         error = header.get("error")
         measured = float(error) if isinstance(error, int | float) else None
-        return About(Spec.from_json(header), plan_of(header), measured)
+        parts = _with_header(sizes_of(header), self.stored_bytes)
+        return About(Spec.from_json(header), plan_of(header), parts, measured)
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
+        out = decode(self._encoded(each), each)
+        self.file.release(self.entry)
+        return out
+
+    def load_exact(self, each: Each) -> list[Tensor]:
+        """Decode the blob, but for rounding that came first."""
+        encoded = self._encoded(each)
+        is_rounded = encoded.plan.is_lossy or encoded.spec.dtype in QUANTIZED
+        exact = encoded.parts.values() if is_rounded else [encoded]
+        out = [decode(x, each) if isinstance(x, Encoded) else x.clone() for x in exact]
+        self.file.release(self.entry)
+        return out
+
+    def _encoded(self, each: Each) -> Encoded:
         raw = self.file.read(self.entry)
         start, header = unpack_header(raw)
         payload = raw[start:]
         if checksum(payload, each) != header.get("crc32c"):
             raise CorruptFileError("the checksum differs: the file is damaged")
-        out = decode(rebuild(header, payload), each)
-        self.file.release(self.entry)
-        return out
+        return rebuild(header, payload)
 
     def _header(self) -> Json:
         start = bytes(self.file.read(self.entry, _START.size))
@@ -95,13 +109,20 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
     """Return `x` as it goes into a file."""
     if plan is None:
         if has_code(Spec.of(x)) and not _looks_like_blob(x):
-            return Packed([plain_piece(name, x, each)], None)
+            return Packed([plain_piece(name, x, each)], None, parts={"data": x.nbytes})
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
     error = relative_error(plan, x)
-    chunks = pack(encode(plan, x, each), each, error)
+    encoded = encode(plan, x, each)
+    chunks = pack(encoded, each, error)
     size = sum(len(chunk) for chunk in chunks)
-    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error)
+    parts = _with_header({path: leaf.nbytes for path, leaf in encoded.leaves()}, size)
+    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error, parts)
+
+
+def _with_header(parts: dict[str, int], total: int) -> dict[str, int]:
+    """Return the parts of a blob, and what describes and aligns them."""
+    return {**parts, "header": total - sum(parts.values())}
 
 
 def _looks_like_blob(x: Tensor) -> bool:
