@@ -7,6 +7,7 @@ from slimtensors.quantization.args import (
     QuantizationStrategy,
     QuantizationType,
 )
+from slimtensors.quantization.codec import Quantized
 
 __all__ = [
     "ActivationOrdering",
@@ -14,4 +15,5 @@ __all__ = [
     "QuantizationArgs",
     "QuantizationStrategy",
     "QuantizationType",
+    "Quantized",
 ]
