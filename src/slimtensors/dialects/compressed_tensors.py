@@ -14,7 +14,7 @@ from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
 from slimtensors.container import StoredFile, has_code
 from slimtensors.dialects.member import About, Packed, Stored, plain_piece
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
-from slimtensors.plan import Plan
+from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
 
 NAME = "compressed-tensors"
@@ -73,6 +73,11 @@ class SparseMember:
     def load_exact(self, each: Each) -> list[Tensor]:
         """Return the tensor."""
         return [self.load(each)]
+
+
+def encoded(name: str, x: Encoded, each: Each) -> Packed:
+    """Refuse: this dialect has its own form of everything."""
+    raise ConfigError(f"the dialect 'compressed-tensors' cannot store {x.plan}; 'slim' can")
 
 
 def check(name: str, spec: Spec) -> None:

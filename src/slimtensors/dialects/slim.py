@@ -113,11 +113,19 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
     error = relative_error(plan, x)
-    encoded = encode(plan, x, each)
-    chunks = pack(encoded, each, error)
+    return _packed(name, encode(plan, x, each), each, error)
+
+
+def encoded(name: str, x: Encoded, each: Each) -> Packed:
+    """Return an encoded tensor as it goes into a file; how much it lost is not known any more."""
+    return _packed(name, x, each)
+
+
+def _packed(name: str, x: Encoded, each: Each, error: float | None = None) -> Packed:
+    chunks = pack(x, each, error)
     size = sum(len(chunk) for chunk in chunks)
-    parts = _with_header({path: leaf.nbytes for path, leaf in encoded.leaves()}, size)
-    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error, parts)
+    parts = _with_header({path: leaf.nbytes for path, leaf in x.leaves()}, size)
+    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], x.plan, error, parts)
 
 
 def _with_header(parts: dict[str, int], total: int) -> dict[str, int]:
