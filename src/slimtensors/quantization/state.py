@@ -155,7 +155,10 @@ class Quantization(nn.Module):
         assert args is not None, "a layer without quantized weights lists none"
         own: Tensor = getattr(layer, weight.parameter)
         matrix = weight.matrix(own.detach())
-        params = self.params.get(weight.parameter) or observe_weight(matrix, args)
+        if (params := self.params.get(weight.parameter)) is None:
+            params = observe_weight(matrix, args)
+        else:  # the weight is on its grid; bf16 is too coarse to find 8-bit codes again
+            matrix = matrix.float()
         parts = formats.find(self.plan.format).compress(matrix, params, args)
         self.keep({suffix.replace("weight", weight.parameter, 1): x for suffix, x in parts.items()})
         own.data.copy_(self.dense_weight(weight))
