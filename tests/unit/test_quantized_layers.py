@@ -19,7 +19,7 @@ from slimtensors.quantization import (
     decompress_quantized_weights,
     freeze_module_quantization,
 )
-from slimtensors.quantization.affine import Params, fake_quantize, find_params
+from slimtensors.quantization.affine import Params, dequantize, fake_quantize, find_params
 
 CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")
 STATIC = QuantizationArgs(num_bits=8)
@@ -174,6 +174,23 @@ def test_params_that_an_algorithm_found_are_used():
     model[0].quantization.params["weight"] = found
     model.apply(freeze_module_quantization)
     assert same_bits(model[0].weight.detach(), fake_quantize(before, found, CHANNEL))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_weight_on_its_grid_gets_back_the_codes_it_came_from(symmetric):
+    args = QuantizationArgs(strategy="channel", symmetric=symmetric)
+    torch.manual_seed(0)
+    codes = torch.arange(-128, 128).to(torch.int8).repeat(64, 1)
+    scale = (torch.rand(64, 1) + 0.5).to(torch.bfloat16)
+    zero = None if symmetric else torch.randint(-9, 9, (64, 1), dtype=torch.int8)
+    params = Params(scale, zero)
+    model = nn.Sequential(nn.Linear(256, 64, dtype=torch.bfloat16))
+    model[0].weight.data = dequantize(codes, params, args)
+    how = config(weights=args, format="int-quantized")
+    apply_quantization_config(model, how)
+    model[0].quantization.params["weight"] = params
+    model.apply(freeze_module_quantization)
+    assert torch.equal(ModelCompressor(how).compress(model)["0.weight"], codes)
 
 
 class Mixture(nn.Module):
