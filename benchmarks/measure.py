@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,14 @@ class Report:
 
 def machine() -> dict[str, Any]:
     """Describe the machine and the versions of what is measured."""
-    packages = ("slimtensors", "torch", "safetensors", "numpy", "compressed-tensors")
+    packages = (
+        "slimtensors",
+        "torch",
+        "safetensors",
+        "numpy",
+        "compressed-tensors",
+        "llmcompressor",
+    )
     model = next(
         (
             line.partition(":")[2].strip()
@@ -282,11 +289,7 @@ def machine() -> dict[str, Any]:
 
 
 def _is_installed(package: str) -> bool:
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
+    return next(distributions(name=package), None) is not None
 
 
 def _busy() -> float:
