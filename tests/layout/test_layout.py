@@ -18,7 +18,7 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["tree", "plan", "container", "sparsity", "entropy"],
+    *["tree", "plan", "container", "sparsity", "entropy", "peers"],
     *["summary", "presets", "dialects"],
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model"],
