@@ -54,7 +54,12 @@ def test_every_schema_is_strict():
                 pending += at.values()
             elif isinstance(at, list):
                 pending += at
-    assert {path.stem for path in SCHEMAS.glob("*.json")} == {"summary", "verify", "codecs"}
+    assert {path.stem for path in SCHEMAS.glob("*.json")} == {
+        "summary",
+        "verify",
+        "codecs",
+        "bench",
+    }
 
 
 def test_inspect_prints_json_that_fits_its_schema(source, capsys):
@@ -203,7 +208,7 @@ def test_json_and_markdown_exclude_each_other(source, capsys):
 
 
 @pytest.mark.parametrize(
-    "verb", ["compress", "decompress", "inspect", "verify", "codecs", "demo", ""]
+    "verb", ["compress", "decompress", "inspect", "verify", "bench", "codecs", "demo", ""]
 )
 def test_help_is_there_for_every_verb(verb, capsys):
     with pytest.raises(SystemExit) as done:

@@ -18,7 +18,7 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["plan", "tree", "container", "sparsity", "entropy", "quantization"],
+    *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
     *["summary", "presets", "dialects"],
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model", "compressor"],
