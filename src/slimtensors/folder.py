@@ -15,7 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors import presets
-from slimtensors.archive import Archive, Progress, save
+from slimtensors.archive import Archive, Progress
+from slimtensors.archive.state import State, as_state
+from slimtensors.archive.write import write
 from slimtensors.container import (
     LocalPlace,
     Place,
@@ -70,7 +72,7 @@ def compress_folder(
     source: StrPath,
     target: StrPath,
     *,
-    preset: str = "sparse",
+    preset: str | Chooser = "sparse",
     dialect: str = "slim",
     keep: Keep = lambda name: True,
     max_shard_size: int | str | None = None,
@@ -90,16 +92,17 @@ def compress_folder(
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
-        how = _How(choose, dialect, max_shard_size, threads, progress)
+        how = How(choose, dialect, max_shard_size, threads, progress)
 
         def edit(config: Json, summary: Summary) -> Json:
             before = without_section(config) if was_coded else config
-            return _described(before, summary, zeros, preset, dialect)
+            label = getattr(preset, "__name__", str(preset))
+            return _described(before, summary, zeros, label, dialect)
 
         return remake(
             where,
             target,
-            lambda folder: _write_weights(archive, where, folder, how),
+            lambda folder: write_weights(archive, where, folder, how),
             edit,
             sources=[source],
             replace=replace,
@@ -120,12 +123,12 @@ def decompress_folder(
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
-        how = _How(presets.dense, "slim", None, threads, progress)
+        how = How(presets.dense, "slim", None, threads, progress)
         kept = archive.select(name for name in archive if keep(name))
         return remake(
             where,
             target,
-            lambda folder: _write_weights(kept, where, folder, how),
+            lambda folder: write_weights(kept, where, folder, how),
             lambda config, _: without_section(config) if was_coded else config,
             sources=[source],
             replace=replace,
@@ -159,7 +162,7 @@ def is_coded(archive: Archive) -> bool:
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     """How weights are to be written."""
 
     choose: Chooser
@@ -227,11 +230,22 @@ def _check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: boo
         raise ConfigError(f"{target}: holds something, but no model, and is not replaced")
 
 
-def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> Summary:
-    def write(part: Archive, path: Path, max_shard_size: int | str | None) -> Summary:
+def write_weights(
+    archive: Archive,
+    where: Place,
+    folder: Path,
+    how: How,
+    state: Callable[[Archive], State] = as_state,
+) -> Summary:
+    """Write the weights of the folder `where` in as many files, by default as they are there.
+
+    `state` tells what is written of the tensors of a file.
+    """
+
+    def put(part: Archive, path: Path, max_shard_size: int | str | None) -> Summary:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return save(
-            part,
+        return write(
+            state(part),
             path,
             preset=how.choose,
             dialect=how.dialect,
@@ -241,12 +255,12 @@ def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> S
         )
 
     if how.max_shard_size is not None:
-        return write(archive, folder, how.max_shard_size)
+        return put(archive, folder, how.max_shard_size)
     main, *has_index = weight_files(where)
     if not has_index:
-        return write(archive, folder / main, None)
+        return put(archive, folder / main, None)
     shards = archive.shards()
-    parts = [write(archive.select(names), folder / file, None) for file, names in shards.items()]
+    parts = [put(archive.select(names), folder / file, None) for file, names in shards.items()]
     write_index(folder, main, list(shards))
     return joined(parts)
 

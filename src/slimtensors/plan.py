@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimtensors import codecs
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.spec import QUANTIZED, Each, Json, Parts, Spec, serially, view
+
+_CACHED = 1 << 16
+"""As many items as the processor's cache holds in double precision."""
 
 _DEEPEST = 16
 """No real plan comes near; a hostile file would otherwise exhaust the stack."""
@@ -114,9 +118,14 @@ def relative_error(plan: Plan, x: Tensor) -> float | None:
     if not plan.is_lossy:
         return None
     lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
-    values = x.double()
-    error = decode(encode(Plan(plan.codec, lossy), x)).double() - values
-    return float(error.norm() / values.norm()) if values.any() else 0.0
+    found = decode(encode(Plan(plan.codec, lossy), x)).flatten()
+    given = x.flatten()
+    squares = torch.zeros(2, dtype=torch.float64)
+    for i in range(0, given.numel(), _CACHED):
+        values = given[i : i + _CACHED].double()
+        error = found[i : i + _CACHED].double() - values
+        squares += torch.stack([error.dot(error), values.dot(values)])
+    return float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0
 
 
 def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = "") -> Json:

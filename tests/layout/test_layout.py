@@ -21,7 +21,7 @@ LAYERS = [
     *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
     *["summary", "presets", "dialects"],
     *["archive", "residual"],
-    *["delta", "formats", "folder", "delta_folder", "model", "compressor"],
+    *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

@@ -13,8 +13,10 @@ from slimtensors import dialects
 from slimtensors.archive.workers import Workers
 from slimtensors.container import LocalPlace, StrPath, open_files, place
 from slimtensors.dialects import Member
+from slimtensors.dialects.slim import BlobMember
 from slimtensors.entropy import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
+from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Spec, dtype_name, serially
 from slimtensors.summary import Stored, Summary
 from slimtensors.tree import unflatten
@@ -67,6 +69,10 @@ class Archive:
     def spec(self, name: str) -> Spec:
         """Return dtype and shape of a tensor."""
         return self._told(name, lambda member: member.spec())
+
+    def plan(self, name: str) -> Plan | None:
+        """Return the plan by which a tensor is stored; none if it is plain."""
+        return self._told(name, lambda member: member.about().plan)
 
     def info(self, name: str) -> Stored:
         """Return how a tensor is stored."""
@@ -174,6 +180,14 @@ class Archive:
     def load_one(self, name: str, each: Each) -> Tensor:
         """Read and decode one tensor, dividing the work by `each`."""
         return self._told(name, lambda member: member.load(each))
+
+    def encoded(self, name: str, each: Each) -> Encoded | None:
+        """Return a tensor in the form in which it is stored, not decoded; none if it is plain."""
+
+        def read(member: Member) -> Encoded | None:
+            return member.encoded(each) if isinstance(member, BlobMember) else None
+
+        return self._told(name, read)
 
     def __enter__(self) -> Self:
         return self

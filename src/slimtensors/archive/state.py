@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slimtensors.archive.read import Archive
 from slimtensors.container import check_name
-from slimtensors.plan import Encoded, decode
+from slimtensors.plan import Encoded
 from slimtensors.spec import Each, Json, Spec, check_storable, on_cpu
 from slimtensors.tree import flatten
 
@@ -19,12 +19,13 @@ class Item:
 
     name: str
     spec: Spec
-    read: Callable[[Each], Tensor | None]
-    """Returns it in main memory; none if it turns out that there is nothing to store."""
+    read: Callable[[Each], Tensor | Encoded | None]
+    """Returns it in main memory; none if it turns out that there is nothing to store.
+
+    What is encoded already is stored in that form.
+    """
     always_blob: bool = False
     """Whether other readers must never take it for the tensor of its name."""
-    encoded: Encoded | None = None
-    """Its encoded form, which is then written as it is."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
 def _encoded(name: str, value: Encoded) -> Item:
     for path, leaf in value.leaves():
         check_storable(f"{name}: {path}", leaf)
-    return Item(name, value.spec, lambda each: decode(value, each), encoded=value)
+    return Item(name, value.spec, lambda each: value)
 
 
 def _view_of_memory(x: Tensor) -> object:

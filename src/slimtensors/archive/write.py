@@ -23,7 +23,7 @@ from slimtensors.container import (
 )
 from slimtensors.dialects import KEY, Dialect, Manifest, Packed
 from slimtensors.errors import ConfigError, UnsupportedTensorError
-from slimtensors.plan import Plan
+from slimtensors.plan import Encoded, Plan
 from slimtensors.presets import Choice, Chooser
 from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
@@ -150,15 +150,12 @@ def _encode_all(
 
 
 def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
-    if item.encoded is not None:
-        try:
-            return _Done(item, how.encoded(item.name, item.encoded, each), "")
-        except ConfigError as error:
-            raise ConfigError(f"{item.name}: {error}") from error
     x = item.read(each)
     if x is None:
         return _Done(item, Packed([], None), "")
     try:
+        if isinstance(x, Encoded):
+            return _Done(item, how.encoded(item.name, x, each), "")
         choice = _choice(item.name, x, choose)
         if item.always_blob and choice.plan is None:
             choice = replace(choice, plan=Plan(Dense()))
@@ -231,7 +228,7 @@ def _describe(
         plans={
             r.item.name: str(r.packed.plan)
             for r in done
-            if len(r.pieces) > 1 and r.item.name in homes
+            if r.packed.is_one_tensor and len(r.pieces) > 1 and r.item.name in homes
         },
         tree=state.tree if is_first else None,
         delta=state.delta if is_first else None,

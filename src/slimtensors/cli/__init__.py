@@ -9,6 +9,7 @@ from slimtensors.cli import (
     bench,
     codecs,
     compress,
+    convert,
     decompress,
     demo,
     diff,
@@ -18,7 +19,7 @@ from slimtensors.cli import (
 )
 from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
-VERBS = (compress, decompress, inspect, verify, diff, restore, bench, codecs, demo)
+VERBS = (compress, decompress, convert, inspect, verify, diff, restore, bench, codecs, demo)
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 

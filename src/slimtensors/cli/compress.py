@@ -4,7 +4,7 @@ import argparse
 
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
-from slimtensors.cli import console
+from slimtensors.cli import console, quantize
 from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
@@ -21,8 +21,9 @@ def add_to(verbs: "console.Verbs") -> None:
     )
     console.add_source(verb)
     console.add_target(verb, required=False)
-    verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
-    verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
+    verb.add_argument("--preset", help=", ".join(presets.PRESETS))
+    verb.add_argument("--dialect", help=f"{', '.join(dialects.names())} (the default depends)")
+    quantize.add_options(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
@@ -33,6 +34,7 @@ def add_to(verbs: "console.Verbs") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compress, then say how much smaller it is."""
+    quantize.check(options)
     if not options.dry_run:
         if options.output is None:
             raise ConfigError("compress needs -o, or --dry-run")
@@ -42,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
         parse_size(options.max_shard_size)
         total = console.dense_bytes(archive)
         with console.progress(total, "compress") as bar:
-            summary = _compress(options, archive, bar)
+            run = quantize.run if options.quantize else _compress
+            summary = run(options, archive, bar)
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
@@ -55,18 +58,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
+    dialect = options.dialect or "slim"
     keep = matching(options.only, options.skip)
-    choose = limited(presets.find(options.preset), keep)
+    preset = options.preset or "sparse"
+    choose = limited(presets.find(preset), keep)
     if options.dry_run:
         return estimate(
-            archive, preset=choose, dialect=options.dialect, threads=options.threads, progress=bar
+            archive, preset=choose, dialect=dialect, threads=options.threads, progress=bar
         )
     if is_model(options.source):
         return compress_folder(
             options.source,
             options.output,
-            preset=options.preset,
-            dialect=options.dialect,
+            preset=preset,
+            dialect=dialect,
             keep=keep,
             max_shard_size=options.max_shard_size,
             replace=options.force,
@@ -77,7 +82,7 @@ def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> S
         archive,
         options.output,
         preset=choose,
-        dialect=options.dialect,
+        dialect=dialect,
         max_shard_size=options.max_shard_size,
         threads=options.threads,
         progress=bar,

@@ -1,6 +1,6 @@
 """The state dict of a quantized model, and what its tensors mean without or with a model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -81,13 +81,14 @@ def dense_state(
     state: Mapping[str, Tensor], config: QuantizationConfig, model: nn.Module | None
 ) -> dict[str, Tensor]:
     """Return dense weights in place of the parts that stand for them."""
-    layers = _stored_layers(state)
-    dense = {name: x for name, x in state.items() if not _is_number(name, layers)}
+    layers = stored_layers(state.keys())
+    dense = {name: x for name, x in state.items() if not is_number(name, layers)}
     modules = dict(model.named_modules()) if model is not None else {}
-    for layer, parts in layers.items():
+    for layer, suffixes in layers.items():
+        parts = {suffix: state[key_of(layer, suffix)] for suffix in suffixes}
         try:
-            scheme = _scheme_of(layer, config, modules)
-            dense[_key(layer, "weight")] = _dense(parts, scheme, config, modules.get(layer))
+            scheme = scheme_of(layer, config, modules)
+            dense[key_of(layer, "weight")] = _dense(parts, scheme, config, modules.get(layer))
         except SlimError as error:
             raise type(error)(f"{layer}: {error}") from error
     return dense
@@ -136,25 +137,27 @@ def _quantized(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantiz
         raise StatusError("the model is not quantized: apply_quantization_config comes first")
 
 
-def _stored_layers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the parts of every layer that is stored quantized, by its name."""
-    split = [name.rpartition(".") for name in state]
+def stored_layers(names: Collection[str]) -> dict[str, list[str]]:
+    """Return the suffixes of the parts of every layer that is stored quantized, by its name."""
+    split = [name.rpartition(".") for name in names]
     return {
-        layer: {s: state[_key(layer, s)] for s in _OF_WEIGHTS if _key(layer, s) in state}
+        layer: [suffix for suffix in _OF_WEIGHTS if key_of(layer, suffix) in names]
         for layer in sorted({layer for layer, _, suffix in split if suffix == "weight_scale"})
     }
 
 
-def _key(layer: str, suffix: str) -> str:
+def key_of(layer: str, suffix: str) -> str:
+    """Return what a part of a layer is called."""
     return f"{layer}.{suffix}" if layer else suffix
 
 
-def _is_number(name: str, layers: Mapping[str, Mapping[str, Tensor]]) -> bool:
+def is_number(name: str, layers: Mapping[str, Collection[str]]) -> bool:
+    """Tell whether a tensor only says what others mean."""
     layer, _, suffix = name.rpartition(".")
     return suffix in _OF_ACTIVATIONS or suffix in layers.get(layer, {})
 
 
-def _scheme_of(
+def scheme_of(
     layer: str, config: QuantizationConfig, modules: Mapping[str, nn.Module]
 ) -> QuantizationScheme:
     """Return the scheme by which a layer is stored; of layers in no module, that of `Linear`."""

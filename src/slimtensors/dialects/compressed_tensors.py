@@ -12,9 +12,11 @@ from torch import Tensor
 
 from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
 from slimtensors.container import StoredFile, has_code
+from slimtensors.dialects import quantized
 from slimtensors.dialects.member import About, Packed, Stored, plain_piece
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
 from slimtensors.plan import Encoded, Plan
+from slimtensors.quantization import Quantized
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
 
 NAME = "compressed-tensors"
@@ -76,8 +78,10 @@ class SparseMember:
 
 
 def encoded(name: str, x: Encoded, each: Each) -> Packed:
-    """Refuse: this dialect has its own form of everything."""
-    raise ConfigError(f"the dialect 'compressed-tensors' cannot store {x.plan}; 'slim' can")
+    """Return an encoded tensor as it goes into a file."""
+    if isinstance(x.codec, Quantized):
+        return quantized.encoded(name, x, x.codec, each)
+    raise ConfigError(f"the dialect {NAME!r} cannot store {x.plan}; 'slim' can")
 
 
 def check(name: str, spec: Spec) -> None:
@@ -92,6 +96,8 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
     """Return `x` as it goes into a file, one plain tensor or several."""
     if plan is None:
         return Packed([plain_piece(name, x, each)], None, parts={"data": x.nbytes})
+    if isinstance(plan.codec, Quantized) and not plan.then:
+        return quantized.packed(name, x, plan.codec, each)
     if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
         raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
     parts = split(x, plan.codec, each)

@@ -72,6 +72,8 @@ class Packed:
     """What that cost, relative RMS; none if nothing."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of everything it is stored as."""
+    is_one_tensor: bool = True
+    """Whether readers find it under its name; otherwise they find the pieces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,20 +74,21 @@ class BlobMember:
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
-        out = decode(self._encoded(each), each)
+        out = decode(self.encoded(each), each)
         self.file.release(self.entry)
         return out
 
     def load_exact(self, each: Each) -> list[Tensor]:
         """Decode the blob, but for rounding that came first."""
-        encoded = self._encoded(each)
+        encoded = self.encoded(each)
         is_rounded = encoded.plan.is_lossy or encoded.spec.dtype in QUANTIZED
         exact = encoded.parts.values() if is_rounded else [encoded]
         out = [decode(x, each) if isinstance(x, Encoded) else x.clone() for x in exact]
         self.file.release(self.entry)
         return out
 
-    def _encoded(self, each: Each) -> Encoded:
+    def encoded(self, each: Each) -> Encoded:
+        """Check the blob, and return its parts as they lie in the file."""
         raw = self.file.read(self.entry)
         start, header = unpack_header(raw)
         payload = raw[start:]

@@ -55,13 +55,13 @@ class Quantized:
 
     def encode_each(self, x: Tensor, each: Each) -> Parts:
         """Find the params, then round some rows at a time."""
-        args = self._args
+        args = self.arguments
         params = find_params(x, args, each=each)
         return self._parts(fused.compress(x, params, args, self._kind, each), params)
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Multiply some rows at a time."""
-        args, codes = self._args, parts["q"]
+        args, codes = self.arguments, parts["q"]
         self._check(codes, parts, like)
         params = Params(
             parts["scale"], parts.get("zero_point"), parts.get("global_scale"), parts.get("g_idx")
@@ -84,26 +84,37 @@ class Quantized:
         `dtype` is that of the dense weight, `then` what to do with each part.
         """
         plans = then or {}
-        parts = self._parts(fused.pack(codes, self._args, self._kind), params)
+        parts = self._parts(fused.pack(codes, self.arguments, self._kind), params)
         for unknown in plans.keys() - parts.keys():
             raise ConfigError(f"there is no part {unknown!r}, only {', '.join(parts)}")
         inner = {k: encode(plans[k], part) if k in plans else part for k, part in parts.items()}
         return Encoded(self, Spec(dtype, tuple(codes.shape)), inner)
 
     @property
-    def _args(self) -> QuantizationArgs:
+    def arguments(self) -> QuantizationArgs:
+        """The arguments, parsed."""
         assert isinstance(self.args, dict)
         return QuantizationArgs.from_dict(self.args)
 
+    def parsed(self, parts: Parts, columns: int) -> tuple[Tensor, Params]:
+        """Return what `encoded` was given: codes, one per item, and params."""
+        stored, scale = parts["q"], parts["scale"]
+        if scale.dtype is torch.uint8:
+            scale = fused.powers_of(scale)
+        kind = self._kind if self.packed or self._kind != "fp4" else "int"
+        codes = fused.unpack(stored, self.arguments, kind, columns)
+        others = (parts.get(name) for name in ("zero_point", "global_scale", "g_idx"))
+        return codes, Params(scale, *others)
+
     @property
     def _kind(self) -> fused.Kind:
-        args = self._args
+        args = self.arguments
         if args.type is QuantizationType.FLOAT:
             return "fp4" if args.num_bits == 4 else "fp8"
         return "packed" if self.packed and args.num_bits < 8 else "int"
 
     def _parts(self, stored: Tensor, params: Params) -> Parts:
-        args = self._args
+        args = self.arguments
         if self._kind == "fp4" and not self.packed:
             stored = fused.unpack(stored, args, "fp4", 2 * stored.shape[-1])
         scale = params.scale
@@ -122,7 +133,7 @@ class Quantized:
 
     def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
         """Raise if parts do not make a tensor like this."""
-        args = self._args
+        args = self.arguments
         kind: fused.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
             raise CorruptFileError(f"codes for a tensor of {like}")

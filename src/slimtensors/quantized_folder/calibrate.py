@@ -1,0 +1,100 @@
+"""Quantize a model folder with data: the model is built by transformers, and run on a text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from slimtensors.archive import save
+from slimtensors.compressor import ModelCompressor
+from slimtensors.container import SINGLE, StrPath, place
+from slimtensors.errors import ConfigError, MissingDependencyError
+from slimtensors.folder import remake
+from slimtensors.quantization import QuantizationConfig, quantize_model
+from slimtensors.quantized_folder.rewrite import Rewrite, without_any_section
+from slimtensors.spec import Json
+from slimtensors.summary import Summary
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The data that a model is run on."""
+
+    text: str
+    samples: int = 128
+    length: int = 512
+    """Tokens per sample."""
+
+    @classmethod
+    def from_file(cls, path: StrPath) -> "Calibration":
+        """Read a plain text."""
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        if not text.strip():
+            raise ConfigError(f"{path}: is empty; calibration needs text")
+        return cls(text)
+
+    def batches(self, tokenizer: Any) -> list[dict[str, Tensor]]:
+        """Return samples from all over the text, one per batch."""
+        tokens = tokenizer(self.text, return_tensors="pt", truncation=False)["input_ids"][0]
+        length = min(self.length, len(tokens))
+        count = min(self.samples, max(1, len(tokens) // length))
+        step = (len(tokens) - length) // max(count - 1, 1)
+        starts = [i * step for i in range(count)]
+        return [{"input_ids": tokens[i : i + length][None]} for i in starts]
+
+
+def calibrate_folder(
+    source: StrPath,
+    target: StrPath,
+    config: QuantizationConfig,
+    calibration: Calibration,
+    *,
+    method: str = "gptq",
+    work: StrPath | None = None,
+    how: Rewrite | None = None,
+) -> Summary:
+    """Quantize a model folder layer by layer on a text, in the dialect `compressed-tensors`.
+
+    The model is in memory as a whole. In the folder `work`, finished layers are kept: a run that
+    was killed goes on from there.
+    """
+    how = how or Rewrite()
+    model, tokenizer = _built(source)
+    batches = calibration.batches(tokenizer)
+    quantize_model(model, config, calibration=batches, method=method, folder=work)
+    compressor = ModelCompressor(quantization_config=config)
+    state = compressor.compress(model)
+
+    def put(folder: Path) -> Summary:
+        return save(
+            state,
+            folder if how.max_shard_size is not None else folder / SINGLE,
+            preset="dense",
+            max_shard_size=how.max_shard_size,
+            threads=how.threads,
+            progress=how.progress,
+        )
+
+    def edit(data: Json, _: Summary) -> Json:
+        section: Json = model.config.quantization_config
+        return {**without_any_section(data), "quantization_config": section}
+
+    where = place(source, storage_options=how.storage_options)
+    return remake(where, target, put, edit, sources=[source], replace=how.replace)
+
+
+def _built(source: StrPath) -> tuple[Any, Any]:
+    """Return the model and its tokenizer; the class of the model is the one that saved it."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependencyError("transformers", "transformers") from None
+    config = transformers.AutoConfig.from_pretrained(source)
+    names: Sequence[str] = config.architectures or ()
+    kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+    if kind is None:
+        raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
+    model: nn.Module = kind.from_pretrained(source, dtype="auto").eval()
+    return model, transformers.AutoTokenizer.from_pretrained(source)

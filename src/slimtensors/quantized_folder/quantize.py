@@ -1,0 +1,165 @@
+"""Round the weights of a model folder, told which layers are linear by the names of tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slimtensors import presets
+from slimtensors.archive import Archive
+from slimtensors.codecs import Bitmask, Huffman
+from slimtensors.container import StrPath, place
+from slimtensors.errors import ConfigError
+from slimtensors.folder import compress_folder
+from slimtensors.plan import Plan
+from slimtensors.presets import Choice
+from slimtensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    Quantized,
+    formats,
+)
+from slimtensors.quantization.affine import check_weight
+from slimtensors.quantization.by_name import ON_THEIR_SIDE, is_linear, layer_of
+from slimtensors.quantization.config import LAYOUT
+from slimtensors.quantization.plans import format_of
+from slimtensors.quantization.targets import is_target, resolve
+from slimtensors.quantized_folder.rewrite import (
+    COMPRESSED_TENSORS,
+    SLIM,
+    Rewrite,
+    config_of,
+    quantization_of,
+    without_any_section,
+)
+from slimtensors.spec import Json, Spec
+from slimtensors.summary import Summary
+
+
+def quantize_folder(
+    source: StrPath,
+    target: StrPath,
+    config: QuantizationConfig,
+    *,
+    dialect: str = COMPRESSED_TENSORS,
+    how: Rewrite | None = None,
+) -> Summary:
+    """Round the weights of linear layers to nearest, file by file, into a new model folder.
+
+    Linear layers are those with a matrix called `weight`, but for embeddings and routers. With the
+    dialect `compressed-tensors` the folder is one that transformers and vLLM load; with `slim` it
+    is smaller, and loads as dense weights.
+    """
+    how = how or Rewrite()
+    if config.needs_data:
+        raise ConfigError("static scales of activations need data; pass calibration data")
+    where = place(source, storage_options=how.storage_options)
+    _check_model(config_of(where))
+    with Archive(source, storage_options=how.storage_options) as archive:
+        layers = Layers.of(archive, config)
+        if dialect == SLIM:
+            return compress_folder(source, target, preset=layers.coded, dialect=SLIM, **vars(how))
+
+        def edit(data: Json, _: Summary) -> Json:
+            section = layers.described().to_dict()
+            return {**without_any_section(data), "quantization_config": section}
+
+        return how.run(archive, where, target, edit, choose=layers.plain, dialect=dialect)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which tensors of a folder are to be quantized, and which matrices are not."""
+
+    config: QuantizationConfig
+    groups: Mapping[str, str]
+    """The group of each tensor that is quantized."""
+    left: Sequence[str]
+    """Layers with matrices that stay as they are."""
+
+    @classmethod
+    def of(cls, archive: Archive, config: QuantizationConfig) -> "Layers":
+        """Find them; raise if a group of the config fits nothing, or something does not fit it."""
+        tied = archive.tied()
+        groups: dict[str, str] = {}
+        left: list[str] = []
+        for name in archive:
+            spec = archive.spec(name)
+            if name in tied or (layer := layer_of(name, spec)) is None:
+                continue
+            classes = ["Linear"] if is_linear(layer) else []
+            group = resolve(config.config_groups, config.ignore, layer, classes)
+            args = config.config_groups[group].weights if group else None
+            if group is None or args is None:
+                left.append(layer)
+                continue
+            if name in tied.values():
+                raise ConfigError(f"{layer}: shares its weight with another layer; ignore it")
+            _check(layer, spec, args)
+            groups[name] = group
+        for group in sorted(config.config_groups.keys() - set(groups.values())):
+            targets = ", ".join(config.config_groups[group].targets)
+            raise ConfigError(f"{group}: no layer fits {targets}, or all that do are ignored")
+        if not groups:
+            raise ConfigError("the config quantizes nothing of this model")
+        return cls(config, groups, left)
+
+    def plain(self, name: str, x: Tensor) -> Choice:
+        """Quantize in the layout of compressed-tensors; leave the rest."""
+        if (scheme := self._scheme(name)) is None or scheme.weights is None:
+            return Choice(None, "is not quantized")
+        is_packed = format_of(scheme, self.config) == "pack-quantized"
+        return Choice(Plan(Quantized(scheme.weights, packed=is_packed)))
+
+    def coded(self, name: str, x: Tensor) -> Choice:
+        """Quantize, then code the integers in as few bits as they need; the rest losslessly."""
+        if (scheme := self._scheme(name)) is None or scheme.weights is None:
+            return presets.lossless(name, x)
+        return Choice(_coded_plan(scheme.weights, x))
+
+    def described(self) -> QuantizationConfig:
+        """Return what `config.json` says of the folder."""
+        groups = self.config.config_groups
+        stored = {name: format_of(scheme, self.config) for name, scheme in groups.items()}
+        kinds = sorted(set(stored.values()))
+        unlisted = [layer for layer in self.left if not is_target(self.config.ignore, layer, ())]
+        return replace(
+            self.config,
+            config_groups={name: replace(s, format=stored[name]) for name, s in groups.items()},
+            format=kinds[0] if len(kinds) == 1 else formats.MIXED,
+            quantization_status=QuantizationStatus.COMPRESSED,
+            ignore=[*self.config.ignore, *unlisted],
+            version=LAYOUT,
+        )
+
+    def _scheme(self, name: str) -> QuantizationScheme | None:
+        return self.config.config_groups[self.groups[name]] if name in self.groups else None
+
+
+def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
+    """Return how to store codes: where many are zero by a mask, else in whole bytes."""
+    codec = Quantized(args, packed=False)
+    q = presets.lossless("q", codec.encode(x)["q"]).plan
+    if q is not None and isinstance(q.codec, Bitmask):
+        return Plan(codec, {"q": q})
+    return Plan(Quantized(args, packed=args.num_bits in (1, 2, 4)), {"q": Plan(Huffman())})
+
+
+def _check(layer: str, spec: Spec, args: QuantizationArgs) -> None:
+    try:
+        check_weight(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), args)
+    except ConfigError as error:
+        raise ConfigError(f"{layer}: {error}; or ignore this layer") from error
+
+
+def _check_model(data: Json) -> None:
+    if quantization_of(data) is not None:
+        raise ConfigError("is quantized already; slimtensors convert --to dense undoes that")
+    if data.get("model_type") in ON_THEIR_SIDE:
+        raise ConfigError(
+            f"the layers of {data['model_type']} lie on their side, which names do not tell;"
+            " quantize the model itself: slimtensors.quantization.quantize_model"
+        )

@@ -1,0 +1,95 @@
+"""What all that rewrites a model folder needs: options, and what its `config.json` says."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slimtensors.archive import Archive, Progress
+from slimtensors.archive.state import State, as_state
+from slimtensors.container import Place, StrPath
+from slimtensors.errors import ConfigError
+from slimtensors.folder import How, remake, without_section, write_weights
+from slimtensors.presets import Chooser
+from slimtensors.quantization import QuantizationConfig
+from slimtensors.spec import Json, find_dtype
+from slimtensors.summary import Summary
+
+COMPRESSED_TENSORS, SLIM = "compressed-tensors", "slim"
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """How a folder is written anew."""
+
+    max_shard_size: int | str | None = None
+    """By default, files are as they were."""
+    replace: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+    storage_options: dict[str, Any] | None = None
+
+    def run(
+        self,
+        archive: Archive,
+        where: Place,
+        target: StrPath,
+        edit: Callable[[Json, Summary], Json],
+        *,
+        choose: Chooser,
+        dialect: str,
+        state: Callable[[Archive], State] = as_state,
+    ) -> Summary:
+        """Write what `state` makes of each file of a folder, and its config as `edit` says."""
+        how = How(choose, dialect, self.max_shard_size, self.threads, self.progress)
+        return remake(
+            where,
+            target,
+            lambda folder: write_weights(archive, where, folder, how, state),
+            edit,
+            sources=[archive.path],
+            replace=self.replace,
+        )
+
+
+def config_of(where: Place) -> Json:
+    """Return what `config.json` says of the model."""
+    folder = where if where.is_folder() else where.parent()
+    try:
+        data = json.loads(bytes(folder.child("config.json").read()))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: has no config.json; is it a model folder?") from None
+    except ValueError as error:
+        raise ConfigError(f"{folder}: config.json is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{folder}: config.json is not a table")
+    return data
+
+
+def quantization_of(data: Json) -> QuantizationConfig | None:
+    """Return how the tensors of a folder are quantized in the way of compressed-tensors, if so."""
+    before = without_section(data)  # of what we coded, the section from before
+    section = before.get("quantization_config") or before.get("compression_config")
+    if not isinstance(section, dict):
+        return None
+    if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
+        raise ConfigError(f"is quantized by {section['quant_method']}, another library")
+    config = QuantizationConfig.from_dict(before)
+    return config if config.config_groups else None
+
+
+def dtype_of(data: Json) -> torch.dtype:
+    """Return the dtype of a model's weights."""
+    name = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    try:
+        return find_dtype(name)
+    except KeyError:
+        raise ConfigError(f"config.json: the dtype {name!r} does not exist") from None
+
+
+def without_any_section(data: Json) -> Json:
+    """Return a config that says nothing of how weights are stored."""
+    sections = ("quantization_config", "compression_config", "sparsity_config")
+    return {key: value for key, value in data.items() if key not in sections}
