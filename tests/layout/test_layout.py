@@ -18,7 +18,7 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["tree", "plan", "container", "sparsity", "quantization"],
+    *["plan", "tree", "container", "sparsity", "quantization"],
     *["summary", "presets", "dialects"],
     "archive",
     *["delta", "formats", "folder", "model", "compressor"],

@@ -13,6 +13,7 @@ from slimtensors.quantization.args import (
     QuantizationStrategy,
     QuantizationType,
 )
+from slimtensors.quantization.codec import Quantized
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.quantization.state import Report
@@ -26,6 +27,7 @@ __all__ = [
     "QuantizationStatus",
     "QuantizationStrategy",
     "QuantizationType",
+    "Quantized",
     "Report",
     "apply_quantization_config",
     "compress_quantized_weights",
