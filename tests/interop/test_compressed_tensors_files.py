@@ -13,7 +13,8 @@ from strategies import raw_bytes, same_bits
 import slimtensors
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "compressed_tensors"
-DENSE = sorted(GOLDEN.rglob("*-dense.safetensors"))
+SPARSE = ("bitmask-*dense.safetensors", "24-*dense.safetensors")
+DENSE = sorted(path for kind in SPARSE for path in GOLDEN.rglob(kind))
 FILES = [path.with_name(path.name.replace("-dense", "")) for path in DENSE]
 PARTS = ("shape", "compressed", "bitmask", "row_offsets")
 

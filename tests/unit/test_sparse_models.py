@@ -1,5 +1,8 @@
 """Models with many zeros, compressed as a state dict."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from models import write_llama
@@ -10,6 +13,8 @@ from torch import nn
 import slimtensors
 from slimtensors import BitmaskConfig, ModelCompressor, Sparse24BitmaskConfig, SparsityConfig
 from slimtensors.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "compressed_tensors"
 
 
 def test_a_sparse_model_is_saved_by_transformers_and_comes_back(tmp_path):
@@ -51,3 +56,13 @@ def test_two_of_four_are_stored_by_half(tmp_path):
     slimtensors.save(state, tmp_path / "x.safetensors", preset="dense")
     with pytest.raises(ConfigError, match="not dense"):
         ModelCompressor(sparsity_config=SparsityConfig("dense")).compress(model)
+
+
+@pytest.mark.parametrize(
+    "file", ["0.3.3/bitmask-config", "0.8.1/bitmask-config", "0.14.0.1/24-model-config"]
+)
+def test_configs_of_all_releases_tell_how_zeros_are_stored(file, tmp_path):
+    shutil.copy(GOLDEN / f"{file}.json", tmp_path / "config.json")
+    found = ModelCompressor.from_pretrained(tmp_path).sparsity_config
+    assert found.format == ("sparse-24-bitmask" if "24" in file else "sparse-bitmask")
+    assert found.global_sparsity == 0.5

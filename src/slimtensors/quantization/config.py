@@ -130,15 +130,17 @@ class QuantizationConfig:
 
 
 def _unwrapped(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the section; up to 0.8 what was sparse stood beside what was quantized."""
+    """Find the section; what is sparse may stand in it, beside it, or alone."""
     for key in _SECTIONS:
         if isinstance(inner := data.get(key), Mapping):
             found = _unwrapped(inner)
             beside = data.get("sparsity_config") or found.get("sparsity_config")
             return {**found, "sparsity_config": beside}
-    if not data.keys() & {each.name for each in fields(QuantizationConfig)}:
-        raise ConfigError(f"there is no quantization_config among the keys {sorted(data)[:9]}")
-    return dict(data)
+    if data.keys() & {"config_groups", "quant_method", "kv_cache_scheme"}:
+        return dict(data)
+    if isinstance(zeros := data.get("sparsity_config"), Mapping):
+        return {"sparsity_config": zeros}
+    raise ConfigError(f"there is no quantization_config among the keys {sorted(data)[:9]}")
 
 
 def _group(name: str, given: object) -> QuantizationScheme:

@@ -38,7 +38,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """How one layer is quantized."""
 
     name: str
@@ -68,7 +68,7 @@ class Quantization(nn.Module):
     state dict only once the layer is compressed.
     """
 
-    def __init__(self, plan: Plan, report: Report) -> None:
+    def __init__(self, plan: LayerPlan, report: Report) -> None:
         super().__init__()
         self.plan = plan
         self.report = report
