@@ -109,7 +109,7 @@ def test_keys_and_values_are_quantized_the_same_there(shared, tmp_path):
 def quantized_by_them(family, preset, folder):
     """Write a folder with compressed-tensors alone; its scales are those of the weights' ranges."""
     from compressed_tensors.compressors import ModelCompressor as Theirs
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = make(family)
     scheme = theirs.preset_name_to_scheme(preset, ["Linear"])
@@ -124,7 +124,11 @@ def quantized_by_them(family, preset, folder):
         over = () if args.strategy == "tensor" else -1
         keep = args.strategy == "channel"
         ends = rows.amin(over, keepdim=keep), rows.amax(over, keepdim=keep)
-        scale, zero = calculate_qparams(*ends, args)
+        whole = None
+        if args.strategy == "tensor_group":
+            whole = generate_gparam(weight.amin(), weight.amax())
+            module.weight_global_scale.data.copy_(whole)
+        scale, zero = calculate_qparams(*ends, args, global_scale=whole)
         module.weight_scale.data.copy_(scale)
         module.weight_zero_point.data.copy_(zero)
         if hasattr(module, "input_scale"):
@@ -139,6 +143,7 @@ def quantized_by_them(family, preset, folder):
     ("family", "preset"),
     [
         *[("llama", x) for x in ("W4A16", "W5A16", "W4A16_ASYM", "W8A8", "FP8", "FP8_DYNAMIC")],
+        *[("llama", x) for x in ("NVFP4A16", "MXFP4", "MXFP8A16")],
         *[("opt", "W4A16"), ("bert", "W8A8")],
     ],
 )

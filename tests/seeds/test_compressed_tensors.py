@@ -1,11 +1,17 @@
 """The samples of compressed-tensors' README, as written but for the line that imports them."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from strategies import same_bits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slimtensors import inspect
+
+ROOT = Path(__file__).parents[2]
+SENTENCES = ["the quick brown fox", "jumps over the lazy dog", "a dog", "the fox jumps again"]
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +103,105 @@ def test_saving_and_loading_compressed_models(pruned_model):
     assert stored["model.layers.0.mlp.up_proj.weight"] == "bitmask"
     assert stored["model.norm.weight"] == "plain"
     model.load_state_dict(state_dict, strict=True)
+
+
+@pytest.fixture(scope="module")
+def tokenized_model(tmp_path_factory):
+    """A small Llama and a tokenizer for a few words, in one folder."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    words = sorted({word for line in SENTENCES for word in line.split()})
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder = tmp_path_factory.mktemp("TinyLlama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+class Sentences(list):
+    """As much of a dataset as the sample uses."""
+
+    def map(self, function, *, batched):
+        columns = function({"sentence": [row["sentence"] for row in self]})
+        rows = zip(*columns.values(), strict=True)
+        return Sentences(dict(zip(columns, row, strict=True)) for row in rows)
+
+
+def load_dataset(name):
+    return {"train": Sentences({"sentence": line} for line in SENTENCES)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch_dtype.*is deprecated")
+def test_saving_a_compressed_model_with_ptq(tokenized_model):
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DefaultDataCollator
+
+    from slimtensors import ModelCompressor
+    from slimtensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        compress_quantized_weights,
+        freeze_module_quantization,
+    )
+
+    shutil.copytree(ROOT / "examples", "examples")
+    device = "cpu"
+
+    model_name = tokenized_model
+    model = AutoModelForCausalLM.from_pretrained(model_name, device_map="cpu", torch_dtype="auto")
+
+    config = QuantizationConfig.parse_file("./examples/bit_packing/int4_config.json")
+    config.quantization_status = QuantizationStatus.CALIBRATION
+    apply_quantization_config(model, config)
+
+    dataset = load_dataset("ptb_text_only")["train"]
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+
+    def tokenize_function(examples):
+        return tokenizer(examples["sentence"], padding=False, truncation=True, max_length=1024)
+
+    tokenized_dataset = dataset.map(tokenize_function, batched=True)
+    data_loader = DataLoader(tokenized_dataset, batch_size=1, collate_fn=DefaultDataCollator())
+
+    with torch.no_grad():
+        for idx, sample in tqdm(enumerate(data_loader), desc="Running calibration"):
+            sample = {key: value.to(device) for key, value in sample.items()}
+            _ = model(**sample)
+
+            if idx >= 512:
+                break
+
+    model.apply(freeze_module_quantization)
+    model.apply(compress_quantized_weights)
+
+    output_dir = "./ex_llama1.1b_w4a16_packed_quantize"
+    compressor = ModelCompressor(quantization_config=config)
+    compressed_state_dict = compressor.compress(model)
+    model.save_pretrained(output_dir, state_dict=compressed_state_dict)
+
+    dense = LlamaForCausalLM.from_pretrained(tokenized_model)
+    state = compressor.decompress(output_dir)
+    assert state.keys() == dense.state_dict().keys()
+    lossy = {name for name, x in dense.state_dict().items() if not same_bits(x, state[name])}
+    assert lossy == {name for name in state if name.endswith("_proj.weight")}
+    dense.load_state_dict(state)
+    with torch.no_grad():
+        assert same_bits(dense(**sample).logits, model(**sample).logits)

@@ -55,6 +55,13 @@ def test_a_file_may_be_the_section_or_a_whole_config(tmp_path):
         assert QuantizationConfig.parse_file(file) == QuantizationConfig.preset("W4A16")
 
 
+def test_a_section_without_version_does_not_pretend_to_have_one():
+    data = section()
+    del data["version"]
+    assert QuantizationConfig.from_dict(data).version is None
+    assert QuantizationConfig.from_dict(data).to_dict() == data
+
+
 def test_an_old_sparsity_section_is_kept():
     zeros = {"format": "sparse-bitmask", "global_sparsity": 0.5}
     inside = {"quantization_config": section(sparsity_config=zeros)}

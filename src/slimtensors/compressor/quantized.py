@@ -17,7 +17,15 @@ from slimtensors.quantization.state import Quantization, Report, quantization_of
 from slimtensors.quantization.targets import disjoint, is_target, resolve
 
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
-_OF_WEIGHTS = ("packed", "scale", "zero_point", "global_scale", "shape", "g_idx")
+_OF_WEIGHTS = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_g_idx",
+)
 _OF_ACTIVATIONS = tuple(
     f"{which}_{what}"
     for which in ("input", "output", "q", "k", "v")
@@ -29,13 +37,12 @@ def quantized_state(model: nn.Module, config: QuantizationConfig) -> dict[str, T
     """Return the tensors of a frozen or compressed model, as they go to disk."""
     state: dict[str, Tensor] = dict(model.state_dict())
     for own in _quantized(model, config):
-        prefix = f"{own.plan.name}." if own.plan.name else ""
         for name in (*own.kept(), *(weight.parameter for weight in own.plan.weights)):
-            state.pop(f"{prefix}{name}", None)
+            state.pop(own.plan.key(name), None)
         if own.plan.are_experts:
             state |= expert_parts(model, own)
         else:
-            state |= {f"{prefix}{name}": x for name, x in own.kept().items()}
+            state |= {own.plan.key(name): x for name, x in own.kept().items()}
     return state
 
 
@@ -49,8 +56,9 @@ def described(model: nn.Module, config: QuantizationConfig) -> QuantizationConfi
         if plan.weights:
             stored[plan.group] = plan.format
         if plan.are_experts:
-            patterns |= expert_targets(model, own)
-            layers |= dict.fromkeys(expert_targets(model, own), (plan.group, ("Linear",)))
+            own_patterns = expert_targets(model, own)
+            patterns |= own_patterns
+            layers |= dict.fromkeys(own_patterns, (plan.group, ("Linear",)))
         elif plan.group in config.config_groups:
             layers[plan.name] = plan.group, plan.classes
     groups = {
@@ -79,7 +87,7 @@ def dense_state(
     for layer, parts in layers.items():
         try:
             scheme = _scheme_of(layer, config, modules)
-            dense[f"{layer}.weight"] = _dense(parts, scheme, config, modules.get(layer))
+            dense[_key(layer, "weight")] = _dense(parts, scheme, config, modules.get(layer))
         except SlimError as error:
             raise type(error)(f"{layer}: {error}") from error
     return dense
@@ -96,15 +104,13 @@ def restored(model: nn.Module, state: Mapping[str, Tensor], config: Quantization
             continue
         if own.plan.are_experts:
             raise ConfigError(
-                f"{own.plan.name}: stacked experts are loaded by transformers; "
-                "from_pretrained(None, config=…, state_dict=decompress(…)), then apply the config"
+                f"{own.plan.name}: only transformers can stack experts; "
+                "from_pretrained(None, config=…, state_dict=compressor.decompress(…))"
             )
-        prefix = f"{own.plan.name}."
-        wanted = [f"weight_{what}" for what in _OF_WEIGHTS] if own.plan.weights else []
-        wanted += [w.parameter for w in own.plan.weights] + list(_OF_ACTIVATIONS)
-        own.keep({name: rest.pop(prefix + name) for name in wanted if prefix + name in rest})
+        keys = {name: own.plan.key(name) for name in (*_OF_WEIGHTS, *_OF_ACTIVATIONS)}
+        own.keep({name: rest.pop(key) for name, key in keys.items() if key in rest})
         own.adopt(module, config.version)
-        weights |= {prefix + weight.parameter for weight in own.plan.weights}
+        weights |= {own.plan.key(weight.parameter) for weight in own.plan.weights}
     _load(model, rest, weights)
     return report
 
@@ -132,12 +138,15 @@ def _quantized(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantiz
 
 def _stored_layers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the parts of every layer that is stored quantized, by its name."""
-    suffixes = ("weight", *(f"weight_{what}" for what in _OF_WEIGHTS))
-    names = {name.rpartition(".")[0] for name in state if name.endswith(".weight_scale")}
+    split = [name.rpartition(".") for name in state]
     return {
-        layer: {s: state[f"{layer}.{s}"] for s in suffixes if f"{layer}.{s}" in state}
-        for layer in sorted(names)
+        layer: {s: state[_key(layer, s)] for s in _OF_WEIGHTS if _key(layer, s) in state}
+        for layer in sorted({layer for layer, _, suffix in split if suffix == "weight_scale"})
     }
+
+
+def _key(layer: str, suffix: str) -> str:
+    return f"{layer}.{suffix}" if layer else suffix
 
 
 def _is_number(name: str, layers: Mapping[str, Mapping[str, Tensor]]) -> bool:

@@ -24,7 +24,10 @@ def sparse_state(model: nn.Module, config: SparsityConfig) -> tuple[dict[str, Te
         )
     state: dict[str, Tensor] = {}
     zeros = items = 0
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which transformers does not save
     for name, given in model.state_dict().items():
+        if name in tied:
+            continue
         x = on_cpu(check_storable(name, given)).contiguous()
         found = count_zeros(x)
         zeros, items = zeros + found.zero, items + found.items

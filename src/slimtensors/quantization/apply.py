@@ -73,8 +73,6 @@ def compress_quantized_weights(module: nn.Module) -> None:
             f"{state.plan.name}: is {state.status}, not frozen; "
             "model.apply(freeze_module_quantization) comes before compressing"
         )
-    if not state.plan.weights:
-        return
     for weight in state.plan.weights:
         delattr(module, weight.parameter)
     state.turn(QuantizationStatus.COMPRESSED)

@@ -11,10 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from slimtensors import _core
 from slimtensors.errors import CorruptFileError
+from slimtensors.memory import empty
+from slimtensors.spec import Spec, as_bytes
 
 Layout = Literal["stream", "words"]
 
+_LAYOUTS: tuple[Layout, ...] = ("stream", "words")
 _WORD = 32
 
 
@@ -27,60 +31,50 @@ def width(columns: int, bits: int, layout: Layout = "stream") -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack int8 codes `[..., columns]` into int32 words `[..., width]`, the lowest code as 0."""
-    columns = codes.shape[-1]
-    spread = _bits_of(codes.int() + (1 << bits - 1), bits).flatten(-2)
-    padding = width(columns, bits) * _WORD - columns * bits
-    spread = torch.nn.functional.pad(spread, (0, padding))
-    return _joined(spread.reshape(*codes.shape[:-1], -1, _WORD)).to(torch.int32)
+    *outer, columns = codes.shape
+    words = empty(Spec(torch.int32, (*outer, width(columns, bits))))
+    _core.pack_codes(as_bytes(codes.cpu()), bits, columns, as_bytes(words))
+    return words.to(codes.device)
 
 
 def unpack(words: Tensor, bits: int, columns: int, layout: Layout = "stream") -> Tensor:
     """Undo `pack`."""
-    spread = _bits_of(words, _WORD)
+    outer = words.shape[:-1]
     if layout == "words":
-        spread = spread[..., : _WORD // bits * bits]
-    stream = spread.flatten(-2)[..., : columns * bits]
-    return (_joined(stream.reshape(*words.shape[:-1], columns, bits)) - (1 << bits - 1)).to(
-        torch.int8
-    )
+        shifts = range(0, _WORD // bits * bits, bits)
+        codes = [((words >> shift) & _mask(bits)).to(torch.uint8) for shift in shifts]
+        whole = torch.stack(codes, -1).reshape(*outer, -1)[..., :columns]
+        return (whole - (1 << bits - 1)).view(torch.int8)
+    out = empty(Spec(torch.int8, (*outer, columns)))
+    _core.unpack_codes(as_bytes(words.cpu()), bits, columns, as_bytes(out))
+    return out.to(words.device)
 
 
 def possible_layouts(words: Tensor, bits: int, columns: int) -> set[Layout]:
-    """Return the layouts that words can have: they fill their rows, and unused bits are zero."""
-    found: set[Layout] = set()
-    if words.shape[-1] == width(columns, bits, "stream"):
-        unused = width(columns, bits) * _WORD - columns * bits
-        last = words[..., -1:]
-        if not unused or not (last.long() & 0xFFFFFFFF).bitwise_right_shift(_WORD - unused).any():
-            found.add("stream")
-    if words.shape[-1] == width(columns, bits, "words"):
-        again = _repacked(words, bits, columns)
-        if torch.equal(again, words):
-            found.add("words")
+    """Return the layouts that words can have: by their number, else by bits that are zero."""
+    found: set[Layout] = {
+        layout for layout in _LAYOUTS if words.shape[-1] == width(columns, bits, layout)
+    }
     if not found:
         raise CorruptFileError(
             f"{words.shape[-1]} words per row do not hold {columns} codes of {bits} bits"
         )
-    return found
+    if len(found) == 1 or _WORD % bits == 0 or columns <= _WORD // bits:
+        return found
+    return {layout for layout in found if not _uses_spare_bits(words, bits, columns, layout)}
 
 
-def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Return the words without the bits that the layout `words` leaves unused."""
-    count = _WORD // bits
-    kept = torch.full((width(columns, bits, "words"),), _mask(count * bits), dtype=torch.int64)
-    kept[-1] = _mask(((columns - 1) % count + 1) * bits)
-    return (words.long() & kept.to(words.device) & 0xFFFFFFFF).to(torch.int32)
+def _uses_spare_bits(words: Tensor, bits: int, columns: int, layout: Layout) -> bool:
+    """Tell whether bits are set that a layout leaves unused."""
+    count, used = words.shape[-1], columns * bits
+    if layout == "words":
+        whole = _WORD // bits * bits
+        used -= (count - 1) * whole
+    else:
+        whole, used = _WORD, used - (count - 1) * _WORD
+    kept = torch.tensor([_mask(whole)] * (count - 1) + [_mask(used)], device=words.device)
+    return bool((words.long() & ~kept & _mask(_WORD)).any())
 
 
 def _mask(bits: int) -> int:
     return (1 << bits) - 1
-
-
-def _bits_of(x: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(bits, dtype=x.dtype, device=x.device)
-    return (x.unsqueeze(-1) >> shifts) & 1
-
-
-def _joined(bits: Tensor) -> Tensor:
-    shifts = torch.arange(bits.shape[-1], device=bits.device)
-    return (bits.long() << shifts).sum(-1)

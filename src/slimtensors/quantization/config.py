@@ -51,7 +51,8 @@ class QuantizationConfig:
     kv_cache_scheme: QuantizationArgs | None = None
     global_compression_ratio: float | None = None
     quant_method: str = "compressed-tensors"
-    version: str = LAYOUT
+    version: str | None = LAYOUT
+    """The release of compressed-tensors whose layout it is; none if an older file does not say."""
     sparsity_config: Json = field(default_factory=dict)
     transform_config: Json = field(default_factory=dict)
     moe_sparsity_config: Json | None = None
@@ -91,6 +92,7 @@ class QuantizationConfig:
         for key in section.keys() - known - _SAYS_HOW_TO_RUN:
             raise ConfigError(f"quantization_config has no {key!r}; {nearest(key, known)}")
         given = {key: x for key, x in section.items() if key in known and x is not None}
+        given.setdefault("version", None)
         if given.get("quant_method", "compressed-tensors") != "compressed-tensors":
             raise ConfigError(f"quant_method {given['quant_method']!r} is another library's")
         if "kv_cache_scheme" in given:
@@ -112,8 +114,9 @@ class QuantizationConfig:
             "sparsity_config": self.sparsity_config,
             "transform_config": self.transform_config,
         }
-        if self.format is None:
-            del data["format"]
+        for key in ("format", "version"):
+            if data[key] is None:
+                del data[key]
         if self.moe_sparsity_config is not None:
             data["moe_sparsity_config"] = self.moe_sparsity_config
         return data
@@ -127,15 +130,17 @@ class QuantizationConfig:
 
 
 def _unwrapped(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the section; up to 0.8 what was sparse stood beside what was quantized."""
+    """Find the section; what is sparse may stand in it, beside it, or alone."""
     for key in _SECTIONS:
         if isinstance(inner := data.get(key), Mapping):
             found = _unwrapped(inner)
             beside = data.get("sparsity_config") or found.get("sparsity_config")
             return {**found, "sparsity_config": beside}
-    if not data.keys() & {each.name for each in fields(QuantizationConfig)}:
-        raise ConfigError(f"there is no quantization_config among the keys {sorted(data)[:9]}")
-    return dict(data)
+    if data.keys() & {"config_groups", "quant_method", "kv_cache_scheme"}:
+        return dict(data)
+    if isinstance(zeros := data.get("sparsity_config"), Mapping):
+        return {"sparsity_config": zeros}
+    raise ConfigError(f"there is no quantization_config among the keys {sorted(data)[:9]}")
 
 
 def _group(name: str, given: object) -> QuantizationScheme:

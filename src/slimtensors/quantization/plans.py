@@ -18,7 +18,7 @@ from slimtensors.quantization.layers import (
     weights_of,
 )
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Plan, Report, quantization_of
+from slimtensors.quantization.state import LayerPlan, Report, quantization_of
 from slimtensors.quantization.targets import rank, resolve
 
 KV_CACHE = "kv_cache"
@@ -32,7 +32,7 @@ class Layer:
     """A layer that a config quantizes, and how."""
 
     module: nn.Module
-    plan: Plan
+    plan: LayerPlan
 
 
 def find_layers(model: nn.Module, config: QuantizationConfig, report: Report) -> list[Layer]:
@@ -58,7 +58,7 @@ def _layers(model: nn.Module, config: QuantizationConfig) -> Iterator[Layer]:
             continue
         quantized = weights if scheme.weights is not None else ()
         own = {w.parameter: getattr(module, w.parameter) for w in quantized}
-        plan = Plan(
+        plan = LayerPlan(
             name,
             group,
             classes_of(module),
@@ -89,7 +89,9 @@ def _attentions(model: nn.Module, config: QuantizationConfig) -> Iterator[Layer]
     if (args := config.kv_cache_scheme) is not None:
         for name, module in model.named_modules():
             if is_cached_attention(module):
-                plan = Plan(name, KV_CACHE, classes_of(module), activations={"k": args, "v": args})
+                plan = LayerPlan(
+                    name, KV_CACHE, classes_of(module), activations={"k": args, "v": args}
+                )
                 yield Layer(module, plan)
 
 
@@ -136,7 +138,7 @@ def _check_layer(layer: Layer, tied: Mapping[int, list[str]], report: Report) ->
         _check_experts(plan, report)
 
 
-def _check_experts(plan: Plan, report: Report) -> None:
+def _check_experts(plan: LayerPlan, report: Report) -> None:
     if any(args.dynamic is not True for args in plan.activations.values()):
         raise ConfigError(
             "what flows between stacked experts cannot be watched; quantize it dynamically, "
@@ -154,7 +156,7 @@ def _check_experts(plan: Plan, report: Report) -> None:
         )
 
 
-def _is_known_to_transformers(plan: Plan) -> bool:
+def _is_known_to_transformers(plan: LayerPlan) -> bool:
     args = plan.weight_args
     if args is None or not args.symmetric:
         return args is None

@@ -13,6 +13,7 @@ from slimtensors.quantization import formats
 from slimtensors.quantization.affine import Params, fake_quantize, find_dynamic_params
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.config import QuantizationStatus
+from slimtensors.quantization.formats.format import part
 from slimtensors.quantization.layers import Weight
 from slimtensors.quantization.observers import ActivationObserver, activation_params, observe_weight
 from slimtensors.quantization.observers.minmax import Range
@@ -37,7 +38,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """How one layer is quantized."""
 
     name: str
@@ -55,6 +56,10 @@ class Plan:
     activations: Mapping[str, QuantizationArgs] = field(default_factory=dict)
     """By what they are: `input` and `output`, or `k` and `v`."""
 
+    def key(self, name: str) -> str:
+        """Return the name that something in the layer has in a state dict."""
+        return f"{self.name}.{name}" if self.name else name
+
 
 class Quantization(nn.Module):
     """The state of one quantized layer, attached to it as `layer.quantization`.
@@ -63,7 +68,7 @@ class Quantization(nn.Module):
     state dict only once the layer is compressed.
     """
 
-    def __init__(self, plan: Plan, report: Report) -> None:
+    def __init__(self, plan: LayerPlan, report: Report) -> None:
         super().__init__()
         self.plan = plan
         self.report = report
@@ -109,9 +114,13 @@ class Quantization(nn.Module):
             raise type(error)(f"{self.plan.name}: {error}") from error
         self.status = QuantizationStatus.FROZEN
 
-    def adopt(self, layer: nn.Module, version: str) -> None:
-        """Freeze a layer with the numbers it keeps, as a release of their library wrote them."""
+    def adopt(self, layer: nn.Module, version: str | None) -> None:
+        """Freeze a layer with the numbers it keeps, as a release of theirs left them."""
         try:
+            for which, args in self.plan.activations.items():
+                if args.dynamic is not True:
+                    whole = args.dynamic == "local"
+                    part(self.kept(), f"{which}_global_scale" if whole else f"{which}_scale")
             for weight in self.plan.weights:
                 self._adopt_weight(layer, weight, version)
         except SlimError as error:
@@ -146,12 +155,15 @@ class Quantization(nn.Module):
         assert args is not None, "a layer without quantized weights lists none"
         own: Tensor = getattr(layer, weight.parameter)
         matrix = weight.matrix(own.detach())
-        params = self.params.get(weight.parameter) or observe_weight(matrix, args)
+        if (params := self.params.get(weight.parameter)) is None:
+            params = observe_weight(matrix, args)
+        else:  # the weight is on its grid; bf16 is too coarse to find 8-bit codes again
+            matrix = matrix.float()
         parts = formats.find(self.plan.format).compress(matrix, params, args)
         self.keep({suffix.replace("weight", weight.parameter, 1): x for suffix, x in parts.items()})
         own.data.copy_(self.dense_weight(weight))
 
-    def _adopt_weight(self, layer: nn.Module, weight: Weight, version: str) -> None:
+    def _adopt_weight(self, layer: nn.Module, weight: Weight, version: str | None) -> None:
         args = self.plan.weight_args
         assert args is not None, "a layer without quantized weights lists none"
         old = parts_of(weight, self.kept())

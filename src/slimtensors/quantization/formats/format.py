@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.spec import Each, serially
 
 
 class Format(Protocol):
@@ -27,12 +29,20 @@ class Format(Protocol):
         """Return codes and params; raise `CorruptFileError` if the tensors do not fit together."""
         ...
 
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Round a weight to codes and return the stored tensors."""
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
+        """Round a weight to codes and return the stored tensors, dividing the work by `each`."""
         ...
 
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
-        """Return the dense weight."""
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the dense weight, in the memory of `out` if given."""
         ...
 
 
@@ -46,17 +56,25 @@ def part(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
 def check_params(shape: tuple[int, ...], params: Params, args: QuantizationArgs) -> Params:
     """Return the params of a weight of this shape if they fit it."""
     wanted = scale_shape(shape, args)
-    for what, given in (("weight_scale", params.scale), ("weight_zero_point", params.zero_point)):
-        if given is None or tuple(given.shape) == wanted:
-            continue
-        if args.strategy is QuantizationStrategy.TENSOR and given.numel() == math.prod(wanted):
-            continue
-        raise CorruptFileError(
-            f"{what} of shape {tuple(given.shape)}, but a weight of {shape} needs {wanted}"
+    if args.strategy is QuantizationStrategy.TENSOR:  # one number, whatever its dimensions
+        zero = params.zero_point
+        params = replace(
+            params,
+            scale=_shaped(params.scale, wanted),
+            zero_point=None if zero is None else _shaped(zero, wanted),
         )
+    for what, given in (("weight_scale", params.scale), ("weight_zero_point", params.zero_point)):
+        if given is not None and tuple(given.shape) != wanted:
+            raise CorruptFileError(
+                f"{what} of shape {tuple(given.shape)}, but a weight of {shape} needs {wanted}"
+            )
     if params.g_idx is not None and tuple(params.g_idx.shape) != shape[-1:]:
         raise CorruptFileError(f"weight_g_idx names {params.g_idx.numel()} of {shape[-1]} columns")
     return params
+
+
+def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.reshape(shape) if x.numel() == math.prod(shape) else x
 
 
 def scale_shape(shape: tuple[int, ...], args: QuantizationArgs) -> tuple[int, ...]:

@@ -1,17 +1,19 @@
 """4-bit floats, two per byte: `nvfp4-pack-quantized` and `mxfp4-pack-quantized`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.quantization.affine import Params, dequantize, quantize
+from slimtensors.quantization import fused
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationType
 from slimtensors.quantization.formats.format import check_params, part
-from slimtensors.quantization.formats.mx import exponents_of, powers_of
+from slimtensors.quantization.formats.mx import check_exponents, exponents_of
+from slimtensors.spec import Each, serially
 
 
 @dataclass(frozen=True)
@@ -22,33 +24,53 @@ class NvFp4:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight_packed`, `weight_scale` and `weight_global_scale`."""
+        _check(codes.shape[-1], args)
+        return self._named(fused.pack(codes, args, "fp4"), params, args)
+
+    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
+        """Return the codes, and the scales as bf16."""
+        packed, params = self._parsed(parts, args)
+        codes = fused.unpack(packed, args, "fp4", 2 * packed.shape[-1])
+        return codes, replace(params, scale=params.scale.to(torch.bfloat16))
+
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
+        """Round and pack."""
+        _check(weight.shape[-1], args)
+        return self._named(fused.compress(weight, params, args, "fp4", each), params, args)
+
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the dense weight as bf16."""
+        packed, params = self._parsed(parts, args)
+        if params.scale.dtype is not torch.float8_e4m3fn:
+            params = replace(params, scale=params.scale.to(torch.bfloat16))
+        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
+
+    def _named(self, packed: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         if params.global_scale is None:
             raise ConfigError(f"{self.name} needs a global scale: strategy tensor_group")
         return {
-            "weight_packed": pack_nibbles(codes, args),
+            "weight_packed": packed,
             "weight_scale": params.scale.to(args.scale_dtype or torch.float8_e4m3fn),
             "weight_global_scale": params.global_scale,
         }
 
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Return the codes, and the scales as bf16."""
-        codes = unpack_nibbles(part(parts, "weight_packed"))
-        scale = part(parts, "weight_scale")
+    def _parsed(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
+        packed, scale = _packed(parts), part(parts, "weight_scale")
         if not scale.is_floating_point():
             raise CorruptFileError(f"weight_scale is {scale.dtype}, not floats")
         whole = part(parts, "weight_global_scale")
-        if whole.numel() != 1 and tuple(whole.shape) != (*codes.shape[:-2], 1, 1):
+        if whole.numel() != 1 and tuple(whole.shape) != (*packed.shape[:-2], 1, 1):
             raise CorruptFileError(f"weight_global_scale has shape {tuple(whole.shape)}")
-        params = Params(scale.to(torch.bfloat16), global_scale=whole)
-        return codes, check_params(tuple(codes.shape), params, args)
-
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Round and pack."""
-        return self.store(quantize(weight, params, args), params, args)
-
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
-        """Return the dense weight as bf16."""
-        return dequantize(*self.parse(parts, args), args, torch.bfloat16)
+        params = Params(scale, global_scale=whole)
+        return packed, check_params(_dense_shape(packed), params, args)
 
 
 @dataclass(frozen=True)
@@ -59,38 +81,56 @@ class MxFp4:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight_packed` and `weight_scale` (uint8)."""
-        return {
-            "weight_packed": pack_nibbles(codes, args),
-            "weight_scale": exponents_of(params.scale),
-        }
+        _check(codes.shape[-1], args)
+        packed = fused.pack(codes, args, "fp4")
+        return {"weight_packed": packed, "weight_scale": exponents_of(params.scale)}
 
     def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
         """Return the codes, and the scales as bf16."""
-        codes = unpack_nibbles(part(parts, "weight_packed"))
-        params = Params(powers_of(part(parts, "weight_scale")))
-        return codes, check_params(tuple(codes.shape), params, args)
+        packed, params = self._parsed(parts, args)
+        codes = fused.unpack(packed, args, "fp4", 2 * packed.shape[-1])
+        return codes, replace(params, scale=fused.powers_of(params.scale))
 
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
         """Round and pack."""
-        return self.store(quantize(weight, params, args), params, args)
+        _check(weight.shape[-1], args)
+        packed = fused.compress(weight, params, args, "fp4", each)
+        return {"weight_packed": packed, "weight_scale": exponents_of(params.scale)}
 
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the dense weight as bf16."""
-        return dequantize(*self.parse(parts, args), args)
+        packed, params = self._parsed(parts, args)
+        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
+
+    def _parsed(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
+        packed = _packed(parts)
+        params = Params(check_exponents(part(parts, "weight_scale")))
+        return packed, check_params(_dense_shape(packed), params, args)
 
 
-def pack_nibbles(codes: Tensor, args: QuantizationArgs) -> Tensor:
-    """Put two codes into each byte, the first one into the lower half."""
+def _check(columns: int, args: QuantizationArgs) -> None:
     if args.type is not QuantizationType.FLOAT or args.num_bits != 4:
         raise ConfigError("only 4-bit floats are stored two per byte")
-    if codes.shape[-1] % 2:
-        raise ConfigError(f"{codes.shape[-1]} columns are not a whole number of bytes")
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    if columns % 2:
+        raise ConfigError(f"{columns} columns are not a whole number of bytes")
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Undo `pack_nibbles`."""
+def _packed(parts: Mapping[str, Tensor]) -> Tensor:
+    packed = part(parts, "weight_packed")
     if packed.dtype is not torch.uint8 or packed.dim() not in (2, 3):
         kind = f"{packed.dtype} of shape {tuple(packed.shape)}"
         raise CorruptFileError(f"weight_packed is {kind}, not rows of bytes")
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return packed
+
+
+def _dense_shape(packed: Tensor) -> tuple[int, ...]:
+    *outer, width = packed.shape
+    return *outer, 2 * width

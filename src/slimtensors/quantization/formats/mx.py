@@ -11,8 +11,8 @@ def exponents_of(scale: Tensor) -> Tensor:
     return (127 + scale.log2().floor()).to(torch.int32).to(torch.uint8)
 
 
-def powers_of(exponents: Tensor) -> Tensor:
-    """Return the powers as bf16, which has all of them."""
-    if exponents.dtype is not torch.uint8:
-        raise CorruptFileError(f"weight_scale is {exponents.dtype}, not exponents (uint8)")
-    return torch.exp2(exponents.float() - 127).to(torch.bfloat16)
+def check_exponents(scale: Tensor) -> Tensor:
+    """Return stored scales if they are exponents."""
+    if scale.dtype is not torch.uint8:
+        raise CorruptFileError(f"weight_scale is {scale.dtype}, not exponents (uint8)")
+    return scale

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
-from slimtensors.quantization import bits
-from slimtensors.quantization.affine import Params, dequantize, quantize
+from slimtensors.quantization import bits, fused
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.bits import Layout
 from slimtensors.quantization.formats.format import check_params, part
+from slimtensors.spec import Each, serially
 
 _FIRST_STREAM = (0, 18)
 """The release that changed the layout of 3, 5, 6 and 7 bits."""
@@ -29,12 +30,49 @@ class PackQuantized:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight_packed`, `weight_scale`, `weight_shape`, and what else there is."""
+        self._check(args)
+        return self._named(bits.pack(codes, args.num_bits), tuple(codes.shape), params, args)
+
+    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
+        """Unpack codes and zero points."""
+        shape, layout = self._shape_and_layout(parts, args)
+        codes = bits.unpack(parts["weight_packed"], args.num_bits, shape[-1], layout)
+        return codes, self._params(parts, args, shape, layout)
+
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
+        """Round and pack."""
+        self._check(args)
+        packed = fused.compress(weight, params, args, "packed", each)
+        return self._named(packed, tuple(weight.shape), params, args)
+
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the dense weight in the dtype of its scale."""
+        shape, layout = self._shape_and_layout(parts, args)
+        packed, params = parts["weight_packed"], self._params(parts, args, shape, layout)
+        if layout == "stream":
+            return fused.decompress(packed, "packed", params, args, shape, each, out)
+        codes = bits.unpack(packed, args.num_bits, shape[-1], layout)
+        return fused.decompress(codes, "int", params, args, shape, each, out)
+
+    def _check(self, args: QuantizationArgs) -> None:
         if args.type is not QuantizationType.INT:
             raise ConfigError(f"{self.name} stores integers, not floats of {args.num_bits} bits")
+
+    def _named(
+        self, packed: Tensor, shape: tuple[int, ...], params: Params, args: QuantizationArgs
+    ) -> dict[str, Tensor]:
         parts = {
-            "weight_packed": bits.pack(codes, args.num_bits),
+            "weight_packed": packed,
             "weight_scale": params.scale,
-            "weight_shape": torch.tensor(codes.shape),
+            "weight_shape": torch.tensor(shape),
         }
         zero_point = params.zero_point
         if zero_point is not None:
@@ -46,20 +84,6 @@ class PackQuantized:
             parts["weight_g_idx"] = params.g_idx
         return parts
 
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Unpack codes and zero points."""
-        shape, layout = self._shape_and_layout(parts, args)
-        codes = bits.unpack(parts["weight_packed"], args.num_bits, shape[-1], layout)
-        return codes, self._params(parts, args, shape, layout)
-
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Round and pack."""
-        return self.store(quantize(weight, params, args), params, args)
-
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
-        """Return the dense weight in the dtype of its scale."""
-        return dequantize(*self.parse(parts, args), args)
-
     def _shape_and_layout(
         self, parts: Mapping[str, Tensor], args: QuantizationArgs
     ) -> tuple[tuple[int, ...], Layout]:
@@ -70,7 +94,7 @@ class PackQuantized:
             zeros = _words(parts, "weight_zero_point").transpose(-1, -2)
             found &= bits.possible_layouts(zeros, args.num_bits, shape[-2])
         if not found:
-            raise CorruptFileError("weight_packed and weight_zero_point are packed differently")
+            raise CorruptFileError("weight_packed has no layout that was ever in use")
         return shape, self._only(found, args.num_bits, shape[-1])
 
     def _only(self, found: set[Layout], width: int, columns: int) -> Layout:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.quantization.affine import Params, dequantize, quantize
+from slimtensors.quantization import fused
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.formats.format import check_params, part
-from slimtensors.quantization.formats.mx import exponents_of, powers_of
+from slimtensors.quantization.formats.mx import check_exponents, exponents_of
+from slimtensors.spec import Each, serially
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,7 @@ class PlainCodes:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight` (int8 or float8), `weight_scale` and, if asymmetric, the zero point."""
-        if codes.dtype is torch.uint8:
-            raise ConfigError(f"{self.name} does not store 4-bit floats; mxfp4 and nvfp4 do")
-        if params.g_idx is not None:
-            raise ConfigError(f"{self.name} has no place for g_idx; pack-quantized has")
+        self._check(params, args)
         parts = {"weight": codes, "weight_scale": params.scale}
         if params.zero_point is not None:
             parts["weight_zero_point"] = params.zero_point
@@ -41,13 +40,29 @@ class PlainCodes:
         params = Params(part(parts, "weight_scale"), zero_point)
         return codes, check_params(tuple(codes.shape), params, args)
 
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
         """Round and store."""
-        return self.store(quantize(weight, params, args), params, args)
+        self._check(params, args)
+        return self.store(fused.compress(weight, params, args, _kind(args), each), params, args)
 
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the dense weight in the dtype of its scale."""
-        return dequantize(*self.parse(parts, args), args)
+        codes, params = self.parse(parts, args)
+        return fused.decompress(codes, _kind(args), params, args, tuple(codes.shape), each, out)
+
+    def _check(self, params: Params, args: QuantizationArgs) -> None:
+        if args.dtype is torch.uint8:
+            raise ConfigError(f"{self.name} does not store 4-bit floats; mxfp4 and nvfp4 do")
+        if params.g_idx is not None:
+            raise ConfigError(f"{self.name} has no place for g_idx; pack-quantized has")
 
 
 @dataclass(frozen=True)
@@ -58,18 +73,33 @@ class MxFp8:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight` (float8) and `weight_scale` (uint8)."""
-        parts = PlainCodes(self.name).store(codes, params, args)
-        return {**parts, "weight_scale": exponents_of(params.scale)}
+        return _PLAIN.store(codes, replace(params, scale=exponents_of(params.scale)), args)
 
     def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
         """Return the codes, and the scales as bf16."""
-        codes, params = PlainCodes(self.name).parse(parts, args)
-        return codes, replace(params, scale=powers_of(params.scale))
+        codes, params = _PLAIN.parse(parts, args)
+        return codes, replace(params, scale=fused.powers_of(check_exponents(params.scale)))
 
-    def compress(self, weight: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
+    def compress(
+        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
+    ) -> dict[str, Tensor]:
         """Round and store."""
-        return self.store(quantize(weight, params, args), params, args)
+        return self.store(fused.compress(weight, params, args, "fp8", each), params, args)
 
-    def decompress(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Tensor:
+    def decompress(
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Return the dense weight as bf16."""
-        return dequantize(*self.parse(parts, args), args)
+        check_exponents(part(parts, "weight_scale"))
+        return _PLAIN.decompress(parts, args, each, out)
+
+
+_PLAIN = PlainCodes(MxFp8.name)
+
+
+def _kind(args: QuantizationArgs) -> fused.Kind:
+    return "int" if args.dtype is torch.int8 else "fp8"
