@@ -22,12 +22,14 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
+    compress_quantized_weights,
     freeze_module_quantization,
     quantize_model,
 )
@@ -314,6 +316,20 @@ def test_experts_are_rounded_as_if_each_were_alone(kind, symmetric):
     want = find_params(experts.down.data, args)
     assert torch.equal(done.params.scale, want.scale)
     assert torch.equal(done.weight, fake_quantize(experts.down.data, want, args))
+
+
+@pytest.mark.parametrize("order", [None, "weight", "group"])
+def test_what_is_stored_gives_the_same_numbers(dense, order, tmp_path):
+    cfg = config(actorder=order)
+    model, report = quantized(dense, cfg)
+    before = outputs(model, tokens())
+    model.apply(compress_quantized_weights)
+    assert torch.equal(outputs(model, tokens()), before)
+    compressor = ModelCompressor(quantization_config=cfg)
+    model.save_pretrained(tmp_path, state_dict=compressor.compress(model))
+    back = ModelCompressor.from_pretrained(tmp_path).decompress(tmp_path)
+    for name, (weight, _) in report.results.items():
+        assert torch.equal(back[f"{name}.weight"], weight)
 
 
 def test_results_can_be_put_into_another_copy_of_the_model(dense):
