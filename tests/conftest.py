@@ -1,6 +1,11 @@
 """What all tests need."""
 
+import os
 import signal
+
+# Some virtual machines announce AMX and cannot run it: a product of bf16 matrices would end the
+# tests. This is read when torch is imported, here and in processes that tests start.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # A shell starts what runs in the background with Ctrl-C ignored, and our children inherit that:
 # tests that interrupt a process would wait in vain.

@@ -69,7 +69,9 @@ class Summary:
         tensors = counted(len(self.tensors), "tensor")
         coded = sum(t.codec not in ("plain", "tied") for t in self.tensors)
         sizes = f"{human(self.dense_bytes)} -> {human(self.stored_bytes)}"
-        return f"{tensors}, {coded} compressed: {sizes} ({self.ratio:.2f}x smaller)"
+        errors = [t.error for t in self.tensors if t.error is not None and t.codec != "tied"]
+        lost = f"; {len(errors)} rounded, relative error {max(errors):.4f}" if errors else ""
+        return f"{tensors}, {coded} compressed: {sizes} ({self.ratio:.2f}x smaller){lost}"
 
     def to_json(self) -> Json:
         """Return everything as JSON; `docs/schemas/summary.json` describes it."""

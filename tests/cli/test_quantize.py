@@ -1,0 +1,223 @@
+"""`compress --quantize` and `convert` on folders of tiny models of several families."""
+
+import json
+
+import pytest
+import torch
+from quantized_models import IDS, auto, config_of, make
+from safetensors.torch import load_file
+from strategies import same_bits
+
+import slimtensors
+from slimtensors import ModelCompressor
+from slimtensors.cli import main
+from slimtensors.quantization import apply_quantization_config, freeze_module_quantization
+
+CASES = [
+    ("llama", "W4A16"),
+    ("llama", "W3A16"),
+    ("llama", "NVFP4A16"),
+    ("llama", "MXFP4A16"),
+    ("llama", "FP8_DYNAMIC"),
+    ("mixtral", "W4A16"),
+    ("bert", "W8A8"),
+    ("opt", "W4A16_ASYM"),
+]
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def section(folder):
+    return json.loads((folder / "config.json").read_text()).get("quantization_config")
+
+
+def ignored(family):
+    layers = ["cls.predictions.decoder"] if family == "bert" else ["lm_head"]
+    return [word for layer in layers for word in ("--ignore", layer)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+
+    def folder(family, **options):
+        if family not in made:
+            made[family] = root / family
+            make(family).save_pretrained(made[family], max_shard_size="150kB")
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def quantized(folders, tmp_path):
+    def quantize(family, scheme, *options):
+        out = tmp_path / f"{family}-{scheme}"
+        words = ["--quantize", scheme, *ignored(family), *options]
+        assert run("compress", folders(family), *words, "-o", out, "-q") == 0
+        return out
+
+    return quantize
+
+
+@pytest.mark.parametrize(("family", "scheme"), CASES)
+def test_a_folder_holds_what_the_quantized_model_would_store(quantized, family, scheme):
+    folder = quantized(family, scheme)
+    model, config = make(family), config_of(scheme, family)
+    apply_quantization_config(model, config)
+    model.apply(freeze_module_quantization)
+    wanted = ModelCompressor(quantization_config=config).compress(model)
+    stored = slimtensors.load(folder)
+    names = {name for name in wanted if is_part(name, wanted)}
+    assert names == {name for name in stored if is_part(name, stored)}
+    for name in names:
+        assert same_bits(stored[name], wanted[name]), name
+
+
+def is_part(name, state):
+    """Whether a tensor belongs to a quantized weight."""
+    return "weight_" in name or name.removesuffix("weight") + "weight_scale" in state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A16"), ("mixtral", "W4A16")])
+def test_transformers_with_compressed_tensors_computes_what_dense_weights_do(
+    quantized, tmp_path, family, scheme
+):
+    folder, dense = quantized(family, scheme), tmp_path / "dense"
+    assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
+    assert section(dense) is None
+    models = [auto(family).from_pretrained(path).eval() for path in (folder, dense)]
+    with torch.no_grad():
+        theirs, ours = (model(input_ids=IDS).logits for model in models)
+    assert same_bits(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["W4A16", "W4A16_ASYM", "W3A16", "W8A16", "NVFP4A16", "MXFP8A16"]
+)
+def test_codes_come_back_from_our_dialect(quantized, tmp_path, scheme):
+    folder = quantized("llama", scheme)
+    slim, dense, back = (tmp_path / name for name in ("slim", "dense", "back"))
+    assert run("convert", folder, "--to", "slim", "-o", slim, "-q") == 0
+    assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
+    assert run("convert", slim, "--to", "compressed-tensors", "-o", back, "-q") == 0
+    assert section(slim)["quant_method"] == "slimtensors"
+    assert slimtensors.inspect(slim).stored_bytes < slimtensors.inspect(folder).stored_bytes
+    numbers = slimtensors.load(slim)
+    assert all(same_bits(x, numbers[name]) for name, x in slimtensors.load(dense).items())
+    for name, x in slimtensors.load(folder).items():
+        assert same_bits(slimtensors.load(back)[name], x), name
+    assert section(back)["format"] == section(folder)["format"]
+
+
+def test_our_dialect_stores_codes_in_fewer_bits_and_sparse_ones_by_a_mask(folders, tmp_path):
+    source, small, dense = folders("llama"), tmp_path / "small", tmp_path / "dense"
+    words = ["--quantize", "W4A16", "--dialect", "slim", "-q"]
+    assert run("compress", source, *words, "-o", small) == 0
+    assert run("decompress", small, "-o", dense, "-q") == 0
+    plans = {name: str(slimtensors.open(small).plan(name)) for name in slimtensors.open(small)}
+    assert plans["model.layers.0.mlp.up_proj.weight"] == "quantized(q=huffman)"
+    assert plans["lm_head.weight"] == "huffman"
+    model = make("llama")
+    with torch.no_grad():
+        for x in model.parameters():
+            x[torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.8] = 0
+    model.save_pretrained(tmp_path / "pruned")
+    assert run("compress", tmp_path / "pruned", *words, "-o", tmp_path / "both") == 0
+    plan = slimtensors.open(tmp_path / "both").plan("model.layers.0.mlp.up_proj.weight")
+    assert str(plan).startswith("quantized(q=bitmask(")
+    zeros = slimtensors.load(tmp_path / "both")["model.layers.0.mlp.up_proj.weight"] == 0
+    pruned = load_file(tmp_path / "pruned" / "model.safetensors")
+    assert (zeros >= (pruned["model.layers.0.mlp.up_proj.weight"] == 0)).all()
+
+
+def test_lossless_coding_of_a_quantized_folder_can_be_undone(quantized, tmp_path):
+    folder = quantized("llama", "W4A16")
+    assert run("compress", folder, "-o", tmp_path / "slim", "--preset", "lossless", "-q") == 0
+    assert run("convert", tmp_path / "slim", "--to", "dense", "-o", tmp_path / "dense", "-q") == 0
+    assert run("convert", folder, "--to", "dense", "-o", tmp_path / "wanted", "-q") == 0
+    dense, wanted = (slimtensors.load(tmp_path / name) for name in ("dense", "wanted"))
+    assert dense.keys() == wanted.keys()
+    assert all(same_bits(dense[name], x) for name, x in wanted.items())
+
+
+def test_the_output_says_how_much_was_lost(folders, tmp_path, capsys):
+    assert run("compress", folders("llama"), "--quantize", "W4A16", "-o", tmp_path / "out") == 0
+    assert "14 rounded, relative error 0.1" in capsys.readouterr().out
+
+
+def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
+    source = folders("llama")
+    _tokenizer().save_pretrained(source)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i * i % 90}" for i in range(2000)))
+    words = ["compress", source, "--quantize", "W4A16", "--calibration", text]
+    out = tmp_path / "out"
+    assert run(*words, "--method", "gptq", "--work", tmp_path / "work", "-o", out, "-q") == 0
+    assert section(out)["format"] == "pack-quantized"
+    assert run(*words, "--method", "gptq", "--dialect", "slim", "-o", tmp_path / "s", "-q") == 0
+    dense = tmp_path / "dense"
+    assert run("convert", out, "--to", "dense", "-o", dense, "-q") == 0
+    slim = slimtensors.load(tmp_path / "s")
+    assert all(same_bits(slim[name], x) for name, x in slimtensors.load(dense).items())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"text.txt", "work", "out", "s", "dense"}
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(95)} | {"?": 95}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quantize", "W4A17"], "W4A16"),
+        (["--quantize", "W4A16", "--ignore", "re:.*"], "no layer fits Linear"),
+        (["--quantize", "FP8"], "need data"),
+        (["--quantize", "W4A16", "--method", "gptq"], "--calibration"),
+        (["--quantize", "W4A16", "--preset", "sparse"], "choose one"),
+        (["--quantize", "W4A16", "--only", "*"], "--ignore"),
+        (["--method", "gptq"], "goes with --quantize"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(folders, tmp_path, capsys, words, message):
+    out = tmp_path / "out"
+    assert run("compress", folders("llama"), *words, "-o", out) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_does_not_divide_names_the_layer(folders, tmp_path, capsys):
+    scheme = tmp_path / "scheme.json"
+    args = {"num_bits": 4, "strategy": "group", "group_size": 96}
+    group = {"targets": ["Linear"], "weights": args}
+    scheme.write_text(json.dumps({"config_groups": {"all": group}, "ignore": ["lm_head"]}))
+    assert run("compress", folders("llama"), "--quantize", scheme, "-o", tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "model.layers.0.self_attn.k_proj: 128 columns do not divide into groups of 96" in message
+
+
+def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):
+    folder = quantized("llama", "W4A16")
+    assert run("compress", folder, "--quantize", "W4A16", "-o", tmp_path / "again") == 2
+    assert "convert --to dense" in capsys.readouterr().err
+    assert run("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "again") == 2
+
+
+def test_a_model_that_lies_on_its_side_is_refused(folders, tmp_path, capsys):
+    source = tmp_path / "gpt2"
+    make("llama").save_pretrained(source)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt2"}))
+    assert run("compress", source, "--quantize", "W4A16", "-o", tmp_path / "out") == 2
+    assert "quantize_model" in capsys.readouterr().err
