@@ -1,10 +1,12 @@
 // The only file that knows Python. It turns arrays into spans, drops the GIL, and calls the core.
 // Signatures and docstrings for users are in src/slimtensors/_core.pyi.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bindings_bytes.h"
 #include "bitmask.h"
 #include "counting.h"
+#include "counting_groups.h"
 #include "cpu.h"
 #include "crc32c.h"
 #include "density.h"
@@ -54,6 +56,12 @@ NB_MODULE(_core, m) {
             return std::pair(counts.zero, counts.negative_zero);
         },
         "items"_a, "itemsize"_a, no_gil);
+    m.def(
+        "group_peaks",
+        [](const In& items, std::size_t itemsize, bool signed_zero) {
+            return std::tuple_cat(group_peaks(items.bytes, itemsize, signed_zero));
+        },
+        "items"_a, "itemsize"_a, "signed_zero"_a, no_gil);
 
     m.def(
         "mask24_fill", [](const Out& mask) { return mask24_fill(mask.bytes); }, "mask"_a, no_gil);

@@ -42,6 +42,12 @@ def popcount(mask: Buffer) -> int:
 def count_zeros(items: Buffer, itemsize: int) -> tuple[int, int]:
     """Return how many items have no bit set, and how many only the top bit (-0.0 in floats)."""
 
+def group_peaks(items: Buffer, itemsize: int, signed_zero: bool) -> tuple[int, int, int, int]:
+    """Return the most items that are not zero in any group of 4, 8, 16 and 32 neighbours.
+
+    With `signed_zero`, an item of which only the top bit is set is zero too.
+    """
+
 def mask24_fill(mask: MutableBuffer) -> int:
     """Set the lowest clear bits of nibbles with fewer than two ones until they have two; return -1.
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.container import (
+    INDEX,
     SINGLE,
     LocalPlace,
     Place,
     StrPath,
     local,
+    note_parameters,
     place,
     sync_folder,
     weight_files,
@@ -29,9 +31,16 @@ from slimtensors.container import (
     write_json,
 )
 from slimtensors.delta import diff, restore
+from slimtensors.dialects import VERSION
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.presets import Choice, Chooser
-from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
+from slimtensors.sparsity import (
+    BitmaskConfig,
+    Sparse24BitmaskConfig,
+    Sparsity,
+    combined,
+    sparsity_of,
+)
 from slimtensors.spec import Json
 from slimtensors.summary import Summary
 
@@ -88,8 +97,8 @@ def compress_folder(
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
     where = place(source, storage_options=storage_options)
-    zeros: dict[str, Zeros] = {}
-    choose = _counting(limited(presets.find(preset), keep), zeros)
+    found: dict[str, Sparsity] = {}
+    choose = measuring(limited(presets.find(preset), keep), found)
     with (
         Archive(source, storage_options=storage_options) as archive,
         _new_folder(target, source, replace=replace) as folder,
@@ -101,9 +110,9 @@ def compress_folder(
 
         def edit(config: Json) -> Json:
             before = _restored(config) if was_coded else config
-            return _described(before, summary, zeros, preset, dialect)
+            return described(before, summary, found, preset=preset, dialect=dialect)
 
-        _edit_config(folder, edit)
+        edit_config(folder, edit)
     return summary
 
 
@@ -129,7 +138,7 @@ def decompress_folder(
         summary = _write_weights(kept, where, folder, how)
         _copy_others(where, folder)
         if was_coded:
-            _edit_config(folder, _restored)
+            edit_config(folder, _restored)
     return summary
 
 
@@ -189,12 +198,14 @@ def limited(choose: Chooser, keep: Keep) -> Chooser:
     return chosen
 
 
-def _counting(choose: Chooser, zeros: dict[str, Zeros]) -> Chooser:
-    def counted(name: str, x: Tensor) -> Any:
-        zeros[name] = count_zeros(x)
+def measuring(choose: Chooser, found: dict[str, Sparsity]) -> Chooser:
+    """Return a rule that also notes in `found` how sparse each tensor is."""
+
+    def measured(name: str, x: Tensor) -> Any:
+        found[name] = sparsity_of(x)
         return choose(name, x)
 
-    return counted
+    return measured
 
 
 @contextmanager
@@ -252,7 +263,9 @@ def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> S
         )
 
     if how.max_shard_size is not None:
-        return write(archive, folder, how.max_shard_size)
+        summary = write(archive, folder, how.max_shard_size)
+        note_parameters(folder / INDEX, summary.items)
+        return summary
     main, *has_index = weight_files(where)
     if not has_index:
         return write(archive, folder / main, None)
@@ -260,7 +273,9 @@ def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> S
     parts = [write(archive.select(names), folder / file, None) for file, names in shards.items()]
     write_index(folder, main, list(shards))
     tensors = [tensor for part in parts for tensor in part.tensors]
-    return Summary(tensors, [file for part in parts for file in part.files])
+    summary = Summary(tensors, [file for part in parts for file in part.files])
+    note_parameters(folder / main, summary.items)
+    return summary
 
 
 def _copy_others(where: Place, folder: Path) -> None:
@@ -279,7 +294,8 @@ def _copy_others(where: Place, folder: Path) -> None:
             copied.write_bytes(original.read())
 
 
-def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
+def edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
+    """Rewrite `config.json`, if there is one and `edit` changes it."""
     path = folder / "config.json"
     if not path.exists():
         return
@@ -294,32 +310,57 @@ def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
         write_json(path, edited)
 
 
-def _described(
-    config: Json, summary: Summary, zeros: Mapping[str, Zeros], preset: str, dialect: str
+def described(
+    config: Json, summary: Summary, found: Mapping[str, Sparsity], *, preset: str, dialect: str
 ) -> Json:
+    """Return `config` with what it should say about weights that were written like this."""
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
     if not codecs:
         return config
     before = {key: config[key] for key in _SECTIONS if key in config}
-    items = sum(count.items for count in zeros.values())
-    zero = sum(count.zero + count.negative for count in zeros.values())
+    overall = combined(found.values())
     kinds = {codec.partition("(")[0] for codec in codecs}
-    kind = Sparse24BitmaskConfig if kinds == {"bitmask24"} else BitmaskConfig
-    sparsity = kind(global_sparsity=round(zero / items, 4)).to_dict()
+    share = round(overall.share, 4)
+    sparsity = (
+        Sparse24BitmaskConfig(global_sparsity=share)
+        if kinds == {"bitmask24"}
+        else BitmaskConfig(sparsity_structure=overall.structure, global_sparsity=share)
+    ).to_dict()
     if dialect == "compressed-tensors":
         section: Json = {"quant_method": dialect, "sparsity_config": sparsity}
     else:
         section = {
             "quant_method": "slimtensors",
+            "version": VERSION,
             "preset": preset,
+            "dtype": _main_dtype(summary),
             "codecs": dict(sorted(codecs.items())),
-            "bits_per_weight": round(8 * summary.stored_bytes / items, 3),
+            "bits_per_weight": round(8 * summary.stored_bytes / overall.items, 3),
         }
     if before:
         section["before"] = before  # so that decompressing can put it back
     if not kinds & {"bitmask", "bitmask24"}:
         return {**config, "quantization_config": section}
     return {**config, "quantization_config": section, "sparsity_config": sparsity}
+
+
+def _main_dtype(summary: Summary) -> str:
+    """Return the dtype of most weights, which loaders would else guess from the first one."""
+    sizes: Counter[str] = Counter()
+    for tensor in summary.tensors:
+        sizes[tensor.dtype] += tensor.dense_bytes
+    floats = {dtype: size for dtype, size in sizes.items() if "float" in dtype}
+    return max(floats or sizes, key=lambda dtype: sizes[dtype])
+
+
+def holds_sparse_parts(config: Json) -> bool:
+    """Tell whether a `config.json` is of a folder that compressed-tensors made sparse, no more."""
+    for key in ("quantization_config", "compression_config"):
+        section = config.get(key)
+        if isinstance(section, dict) and section:
+            return "sparsity_config" in section and section.keys() <= _SPARSE_ONLY
+    sparsity = config.get("sparsity_config")
+    return isinstance(sparsity, dict) and "bitmask" in str(sparsity.get("format"))
 
 
 def _restored(config: Json) -> Json:

@@ -1,5 +1,6 @@
 """What was stored, tensor by tensor: returned by `save` and by `inspect`."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
@@ -28,12 +29,14 @@ class Stored:
         return replace(self, codec="tied", stored_bytes=0, note=f"is {home}")
 
     @property
+    def items(self) -> int:
+        """Number of items."""
+        return math.prod(self.shape)
+
+    @property
     def bits_per_item(self) -> float:
         """Bits that one item costs in the file."""
-        items = 1
-        for size in self.shape:
-            items *= size
-        return 8 * self.stored_bytes / items if items else 0.0
+        return 8 * self.stored_bytes / self.items if self.items else 0.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Summary:
 
     tensors: Sequence[Stored]
     files: Sequence[str]
+
+    @property
+    def items(self) -> int:
+        """Number of items of all tensors; tied ones count once."""
+        return sum(t.items for t in self.tensors if t.codec != "tied")
 
     @property
     def dense_bytes(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slimtensors.archive.read import Archive
 from slimtensors.container import check_name
+from slimtensors.dialects import Packed
 from slimtensors.spec import Each, Json, Spec, check_storable, on_cpu
 from slimtensors.tree import flatten
 
@@ -20,6 +21,8 @@ class Item:
     spec: Spec
     read: Callable[[Each], Tensor | None]
     """Returns it in main memory; none if it turns out that there is nothing to store."""
+    ready: Callable[[Tensor, Each], Packed | None] = lambda x, each: None
+    """Gets what was read, and returns how it is to be written; none: as the preset says."""
     always_blob: bool = False
     """Whether other readers must never take it for the tensor of its name."""
 

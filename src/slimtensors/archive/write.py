@@ -155,6 +155,8 @@ def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
     if x is None:
         return _Done(item, Packed([], None), "")
+    if ready := item.ready(x, each):
+        return _Done(item, ready, "")
     try:
         choice = _choice(item.name, x, choose)
         if item.always_blob and choice.plan is None:

@@ -37,7 +37,7 @@ from slimtensors.plan import (
     rebuild,
     relative_error,
 )
-from slimtensors.spec import Each, Json, Spec, as_bytes
+from slimtensors.spec import Each, Json, Spec, as_bytes, view
 
 NAME = "slim"
 MAGIC = b"SLIM"
@@ -80,6 +80,12 @@ class BlobMember:
         out = decode(rebuild(header, payload), each)
         self.file.release(self.entry)
         return out
+
+    def packed(self, name: str) -> Packed:
+        """Return the blob as it is, to be written to another file."""
+        about, raw = self.about(), self.file.read(self.entry)
+        piece = Piece(name, self.entry.spec, [view(raw, self.entry.spec)], None)
+        return Packed([piece], about.plan, about.error)
 
     def _header(self) -> Json:
         start = bytes(self.file.read(self.entry, _START.size))
