@@ -87,6 +87,8 @@ class SlimQuantizer(HfQuantizer):
             self._reader.finish(model)
             files = self._reader.files
             model._weight_conversions = originals(model._weight_conversions)
+            if self._device_map and "disk" in self._device_map.values():
+                model.tie_weights(recompute_mapping=False)  # which are two files on the disk
         enable_as(model, Origin(self.quantization_config.preset, files))
         return model
 
