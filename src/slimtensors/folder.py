@@ -294,20 +294,33 @@ def _copy_others(where: Place, folder: Path) -> None:
             copied.write_bytes(original.read())
 
 
+def read_config(source: StrPath) -> Json:
+    """Return what `config.json` beside the weights says; nothing if there is none."""
+    folder = _folder_of(place(source))
+    if "config.json" not in folder.files():
+        return {}
+    return _parse_config(folder.child("config.json").read(), "config.json")
+
+
 def edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
     """Rewrite `config.json`, if there is one and `edit` changes it."""
     path = folder / "config.json"
     if not path.exists():
         return
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name}: is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path.name}: is not a table")
+    config = _parse_config(path.read_bytes(), path.name)
     edited = edit(config)
     if edited != config:
         write_json(path, edited)
+
+
+def _parse_config(text: bytes, name: str) -> Json:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{name}: is not a table")
+    return config
 
 
 def described(

@@ -4,7 +4,8 @@ import argparse
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
-from slimtensors.folder import check_globs, matching
+from slimtensors.cli.card import card
+from slimtensors.folder import check_globs, matching, read_config
 from slimtensors.summary import Stored, Summary, human
 
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item")
@@ -22,7 +23,7 @@ def add_to(verbs: "console.Verbs") -> None:
     console.add_filters(verb, "show")
     form = verb.add_mutually_exclusive_group()
     console.add_json(form)
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    form.add_argument("--markdown", action="store_true", help="print a block for a model card")
     verb.set_defaults(run=run)
 
 
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
         console.print_json(summary.to_json())
         return 0
     layout = console.markdown if options.markdown else console.table
-    print(layout(_HEAD, [*map(_row, summary.tensors), _total(summary)], left=4))
+    listing = layout(_HEAD, [*map(_row, summary.tensors), _total(summary)], left=4)
+    print(card(summary, listing, read_config(options.source)) if options.markdown else listing)
     return 0
 
 
