@@ -2,6 +2,10 @@
 
 import copy
 import json
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,12 +232,14 @@ def test_what_cannot_be_done_is_refused(tmp_path, options, message):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_copy_saves_itself(tmp_path):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_saves_itself(tmp_path, copied):
     model = enable(llama(), preset="lossless")
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     with torch.no_grad():
         twin.lm_head.weight.zero_()
     twin.save_pretrained(tmp_path / "a")
+    assert "bitmask" in codecs(tmp_path / "a")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert not back.lm_head.weight.any()
     assert model.lm_head.weight.any()
@@ -255,6 +261,21 @@ def test_weights_on_the_disk_are_saved_too(tmp_path, kind):
     assert same_answers(
         AutoModelForCausalLM.from_pretrained(tmp_path / "b"), model, {"input_ids": TOKENS}
     )
+
+
+def test_pushing_to_the_hub_uploads_compressed_weights(tmp_path, monkeypatch):
+    from transformers.utils import hub
+
+    api = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    card = SimpleNamespace(save=lambda path: Path(path).write_text("a card"))
+    monkeypatch.setattr(hub, "hf_api", lambda: api)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: card)
+    model = enable(llama(), preset="lossless")
+    uploaded = tmp_path / "hub"
+    model._upload_modified_files = lambda folder, *_, **__: shutil.copytree(folder, uploaded)
+    model.push_to_hub("some/llama")
+    assert same_weights(AutoModelForCausalLM.from_pretrained(uploaded), model)
+    assert "bitmask" in codecs(uploaded)
 
 
 def test_a_base_model_is_saved_by_itself(tmp_path):

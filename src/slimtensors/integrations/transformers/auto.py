@@ -7,7 +7,7 @@ import transformers
 from slimtensors.container import StrPath
 from slimtensors.folder import holds_sparse_parts
 from slimtensors.integrations.transformers.config import METHOD
-from slimtensors.integrations.transformers.saving import enable
+from slimtensors.integrations.transformers.saving import enable, is_enabled
 
 
 class SparseAuto:
@@ -26,7 +26,7 @@ class SparseAuto:
         options = _with_our_reader(model_name_or_path, options)
         loaded = cls.auto.from_pretrained(model_name_or_path, *args, **options)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-        if not hasattr(model, "slimtensors_origin"):
+        if not is_enabled(model):
             enable(model)
         return (model, *info) if info else model
 
