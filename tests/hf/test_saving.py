@@ -232,6 +232,22 @@ def test_what_cannot_be_done_is_refused(tmp_path, options, message):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_an_older_model_stays_until_the_new_one_is_complete(tmp_path):
+    llama().save_pretrained(tmp_path / "a", max_shard_size="60kB")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    model = enable(llama(layers=1), preset="lossless")
+    model.layer_of_fate = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match="layer_of_fate"):
+        model.save_pretrained(tmp_path / "a")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    del model.layer_of_fate
+    model.save_pretrained(tmp_path / "a")
+    assert {path.suffix for path in (tmp_path / "a").iterdir()} == {".json", ".safetensors"}
+    assert len(list((tmp_path / "a").glob("*.safetensors*"))) == 1
+    with pytest.raises(ConfigError, match="is a file"):
+        model.save_pretrained(tmp_path / "a" / "config.json")
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_saves_itself(tmp_path, copied):
     model = enable(llama(), preset="lossless")

@@ -149,11 +149,11 @@ class DecodedConverter(WeightConverter):
         transformers would point to the entry of the compressed file instead.
         """
         places = self._reader.device_map
-        return {
-            name: found[home]
-            for name, home in model.all_tied_weights_keys.items()
-            if places and home in found and get_device(places, name) == "disk"
-        }
+        if not places:
+            return {}
+        tied = model.all_tied_weights_keys.items()
+        pairs = [(name, home) for name, home in tied if home in found]
+        return {name: found[home] for name, home in pairs if get_device(places, name) == "disk"}
 
 
 class _AsItIs(ConversionOps):

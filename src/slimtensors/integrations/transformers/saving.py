@@ -1,8 +1,10 @@
 """Models that write themselves compressed: what `save_pretrained` does once a model is enabled."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -132,24 +134,32 @@ class SavePretrained:
                 raise ConfigError(f"{option}: cannot be done with compressed weights; {advice}")
         if not is_main_process:
             return None
-        # All but the weights; ours come after, because this removes shards that it did not write.
-        self._as_ever(folder, state_dict={}, **options)
+        if folder.is_file():
+            raise ConfigError(f"{folder}: is a file, not a folder")
         given = self._model.state_dict() if state_dict is None else dict(state_dict)
         items = weights.items(self._model, given, save_original_format=save_original_format)
         if preset == self._origin.preset:
             items = unchanged(items, self._origin.files)
         found: dict[str, Sparsity] = {}
-        summary = write(
-            State([_measured(item, found) for item in items]),
-            folder,
-            preset=preset,
-            dialect="slim",
-            max_shard_size=max_shard_size,
-        )
-        note_parameters(folder / INDEX, summary.items)
-        return _edited(
-            folder, lambda config: described(config, summary, found, preset=preset, dialect="slim")
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        # All but the weights goes to a place of its own first: transformers would remove the
+        # shards of an older model, which must stay until the new ones are complete.
+        with TemporaryDirectory(prefix=".", dir=folder) as others:
+            self._as_ever(Path(others), state_dict={}, **options)
+            summary = write(
+                State([_measured(item, found) for item in items]),
+                folder,
+                preset=preset,
+                dialect="slim",
+                max_shard_size=max_shard_size,
+            )
+            note_parameters(folder / INDEX, summary.items)
+            described_as = _edited(
+                Path(others),
+                lambda config: described(config, summary, found, preset=preset, dialect="slim"),
+            )
+            shutil.copytree(others, folder, dirs_exist_ok=True)
+        return described_as
 
     def _described_dense(self, folder: Path, is_asked: bool) -> SparsityConfig | None:
         overall = weights.measured(self._model)
