@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from hf.tiny import MODELS, TOKENS, bert, llama, mixtral, same_answers, same_weights, sizes, vit
+from hf.tiny import MODELS, TOKENS, bert, llama, mixtral, same_answers, same_weights, sizes, t5, vit
 from safetensors.torch import load_file
 from strategies import same_bits
 from transformers import (
@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertModel,
+    T5ForConditionalGeneration,
 )
 
 import slimtensors
@@ -88,6 +89,14 @@ def test_floats_become_the_dtype_that_was_asked_for(tmp_path, dtype):
     dense, small = stored(llama(dtype=torch.bfloat16), tmp_path)
     want = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype)
     assert same_weights(AutoModelForCausalLM.from_pretrained(small, dtype=dtype), want)
+
+
+def test_weights_that_a_model_keeps_in_float32_stay_so(tmp_path):
+    dense, small = stored(t5(), tmp_path)
+    want = T5ForConditionalGeneration.from_pretrained(dense, dtype=torch.float16)
+    assert len({weight.dtype for weight in want.parameters()}) == 2
+    have = T5ForConditionalGeneration.from_pretrained(small, dtype=torch.float16)
+    assert same_weights(have, want)
 
 
 def test_the_dtype_is_known_where_config_json_does_not_say_it(tmp_path):

@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
 )
+from transformers.distributed.utils import is_dtensor
 from transformers.integrations.accelerate import get_device
 
 from slimtensors.archive import Archive
@@ -89,10 +90,8 @@ class DecodedConverter(WeightConverter):
             original.operations,
             force_cpu=True,
         )
-        self.scope_prefix, self.base_model_prefix = (
-            original.scope_prefix,
-            original.base_model_prefix,
-        )
+        self.scope_prefix = original.scope_prefix
+        self.base_model_prefix = original.base_model_prefix
         self.original = original
         self.dtype: torch.dtype | None = None
         """What floats are to become; transformers says when it asks for a tensor."""
@@ -134,7 +133,7 @@ class DecodedConverter(WeightConverter):
         for name, x in found.items():
             x = x[0] if isinstance(x, list) else x
             place = model.get_parameter_or_buffer(name)
-            if not isinstance(place, Tensor) or type(place).__name__ == "DTensor":
+            if is_dtensor(place):
                 raise ConfigError(f"{name}: cannot be loaded in pieces; decompress the folder")
             if x.shape == place.shape:
                 fitting[name] = x
