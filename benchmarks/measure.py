@@ -266,6 +266,7 @@ def machine() -> dict[str, Any]:
         "numpy",
         "compressed-tensors",
         "llmcompressor",
+        "transformers",
     )
     model = next(
         (
@@ -289,7 +290,7 @@ def machine() -> dict[str, Any]:
 
 
 def _is_installed(package: str) -> bool:
-    return next(distributions(name=package), None) is not None
+    return any(distributions(name=package))
 
 
 def _busy() -> float:

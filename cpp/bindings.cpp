@@ -7,6 +7,7 @@
 #include "bindings_bytes.h"
 #include "bitmask.h"
 #include "counting.h"
+#include "counting_groups.h"
 #include "cpu.h"
 #include "crc32c.h"
 #include "density.h"
@@ -58,6 +59,12 @@ NB_MODULE(_core, m) {
             return std::pair(counts.zero, counts.negative_zero);
         },
         "items"_a, "itemsize"_a, no_gil);
+    m.def(
+        "group_peaks",
+        [](const In& items, std::size_t itemsize, bool signed_zero) {
+            return std::tuple_cat(group_peaks(items.bytes, itemsize, signed_zero));
+        },
+        "items"_a, "itemsize"_a, "signed_zero"_a, no_gil);
 
     m.def(
         "count_bytes",

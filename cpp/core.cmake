@@ -5,6 +5,7 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/bitmask.cpp
   ${CMAKE_CURRENT_LIST_DIR}/bitmask_plain.cpp
   ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/counting_groups.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
   ${CMAKE_CURRENT_LIST_DIR}/difference.cpp
   ${CMAKE_CURRENT_LIST_DIR}/grouping.cpp
@@ -34,6 +35,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(avx2
     ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/counting_groups_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/planes_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/huffman_stream_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp

@@ -50,6 +50,12 @@ def count_bytes(items: Buffer, itemsize: int, rotated: bool, counts: MutableBuff
     If `rotated`, items are rotated left by one bit before.
     """
 
+def group_peaks(items: Buffer, itemsize: int, signed_zero: bool) -> tuple[int, int, int, int]:
+    """Return the most items that are not zero in any group of 4, 8, 16 and 32 neighbours.
+
+    With `signed_zero`, an item of which only the top bit is set is zero too.
+    """
+
 def mask24_fill(mask: MutableBuffer) -> int:
     """Set the lowest clear bits of nibbles with fewer than two ones until they have two; return -1.
 

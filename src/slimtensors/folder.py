@@ -19,19 +19,28 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.state import State, as_state
 from slimtensors.archive.write import write
 from slimtensors.container import (
+    INDEX,
     LocalPlace,
     Place,
     StrPath,
     local,
+    note_parameters,
     place,
     sync_folder,
     weight_files,
     write_index,
     write_json,
 )
+from slimtensors.dialects import VERSION
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.presets import Choice, Chooser
-from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
+from slimtensors.sparsity import (
+    BitmaskConfig,
+    Sparse24BitmaskConfig,
+    Sparsity,
+    combined,
+    sparsity_of,
+)
 from slimtensors.spec import Json
 from slimtensors.summary import Summary, joined
 
@@ -87,8 +96,8 @@ def compress_folder(
     plain; other files are copied; `config.json` says what was done. The new folder appears when
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
-    zeros: dict[str, Zeros] = {}
-    choose = _counting(limited(presets.find(preset), keep), zeros)
+    found: dict[str, Sparsity] = {}
+    choose = measuring(limited(presets.find(preset), keep), found)
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
@@ -97,7 +106,7 @@ def compress_folder(
         def edit(config: Json, summary: Summary) -> Json:
             before = without_section(config) if was_coded else config
             label = getattr(preset, "__name__", str(preset))
-            return _described(before, summary, zeros, label, dialect)
+            return described(before, summary, found, preset=label, dialect=dialect)
 
         return remake(
             where,
@@ -152,7 +161,7 @@ def remake(
     with _new_folder(target, *sources, replace=replace) as folder:
         summary = write(folder)
         _copy_others(where, folder)
-        _edit_config(folder, lambda config: edit(config, summary))
+        edit_config(folder, lambda config: edit(config, summary))
     return summary
 
 
@@ -181,12 +190,14 @@ def limited(choose: Chooser, keep: Keep) -> Chooser:
     return chosen
 
 
-def _counting(choose: Chooser, zeros: dict[str, Zeros]) -> Chooser:
-    def counted(name: str, x: Tensor) -> Any:
-        zeros[name] = count_zeros(x)
+def measuring(choose: Chooser, found: dict[str, Sparsity]) -> Chooser:
+    """Return a rule that also notes in `found` how sparse each tensor is."""
+
+    def measured(name: str, x: Tensor) -> Any:
+        found[name] = sparsity_of(x)
         return choose(name, x)
 
-    return counted
+    return measured
 
 
 @contextmanager
@@ -255,14 +266,18 @@ def write_weights(
         )
 
     if how.max_shard_size is not None:
-        return put(archive, folder, how.max_shard_size)
+        summary = put(archive, folder, how.max_shard_size)
+        note_parameters(folder / INDEX, summary.items)
+        return summary
     main, *has_index = weight_files(where)
     if not has_index:
         return put(archive, folder / main, None)
     shards = archive.shards()
     parts = [put(archive.select(names), folder / file, None) for file, names in shards.items()]
     write_index(folder, main, list(shards))
-    return joined(parts)
+    summary = joined(parts)
+    note_parameters(folder / main, summary.items)
+    return summary
 
 
 def _copy_others(where: Place, folder: Path) -> None:
@@ -281,40 +296,60 @@ def _copy_others(where: Place, folder: Path) -> None:
             copied.write_bytes(original.read())
 
 
-def _edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
+def read_config(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Json:
+    """Return what `config.json` beside the weights says; nothing if there is none."""
+    folder = _folder_of(place(source, storage_options=storage_options))
+    if "config.json" not in folder.files():
+        return {}
+    return _parse_config(folder.child("config.json").read(), "config.json")
+
+
+def edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
+    """Rewrite `config.json`, if there is one and `edit` changes it."""
     path = folder / "config.json"
     if not path.exists():
         return
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name}: is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path.name}: is not a table")
+    config = _parse_config(path.read_bytes(), path.name)
     edited = edit(config)
     if edited != config:
         write_json(path, edited)
 
 
-def _described(
-    config: Json, summary: Summary, zeros: Mapping[str, Zeros], preset: str, dialect: str
+def _parse_config(text: bytes, name: str) -> Json:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{name}: is not a table")
+    return config
+
+
+def described(
+    config: Json, summary: Summary, found: Mapping[str, Sparsity], *, preset: str, dialect: str
 ) -> Json:
+    """Return `config` with what it should say about weights that were written like this."""
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
     if not codecs:
         return config
-    items = sum(count.items for count in zeros.values())
-    zero = sum(count.zero + count.negative for count in zeros.values())
+    overall = combined(found.values())
     kinds = {codec.partition("(")[0] for codec in codecs}
-    kind = Sparse24BitmaskConfig if kinds == {"bitmask24"} else BitmaskConfig
-    sparsity = kind(global_sparsity=round(zero / items, 4)).to_dict()
+    share = round(overall.share, 4)
+    sparsity = (
+        Sparse24BitmaskConfig(global_sparsity=share)
+        if kinds == {"bitmask24"}
+        else BitmaskConfig(sparsity_structure=overall.structure, global_sparsity=share)
+    ).to_dict()
     if dialect == "compressed-tensors":
         section: Json = {"quant_method": dialect, "sparsity_config": sparsity}
     else:
         section = {
             "quant_method": "slimtensors",
+            "version": VERSION,
             "preset": preset,
+            "dtype": _main_dtype(summary),
             "codecs": dict(sorted(codecs.items())),
-            "bits_per_weight": round(8 * summary.stored_bytes / items, 3),
+            "bits_per_weight": round(8 * summary.stored_bytes / overall.items, 3),
         }
     described = with_section(config, section)
     if kinds & {"bitmask", "bitmask24"}:
@@ -328,6 +363,25 @@ def with_section(config: Json, section: Json) -> Json:
     if before:
         section = {**section, "before": before}  # so that it can be put back
     return {**config, "quantization_config": section}
+
+
+def _main_dtype(summary: Summary) -> str:
+    """Return the dtype of most weights, which loaders would else guess from the first one."""
+    sizes: Counter[str] = Counter()
+    for tensor in summary.tensors:
+        sizes[tensor.dtype] += tensor.dense_bytes
+    floats = {dtype: size for dtype, size in sizes.items() if "float" in dtype}
+    return max(floats or sizes, key=lambda dtype: sizes[dtype])
+
+
+def holds_sparse_parts(config: Json) -> bool:
+    """Tell whether a `config.json` is of a folder that compressed-tensors made sparse, no more."""
+    for key in ("quantization_config", "compression_config"):
+        section = config.get(key)
+        if isinstance(section, dict) and section:
+            return "sparsity_config" in section and section.keys() <= _SPARSE_ONLY
+    sparsity = config.get("sparsity_config")
+    return isinstance(sparsity, dict) and "bitmask" in str(sparsity.get("format"))
 
 
 def without_section(config: Json) -> Json:

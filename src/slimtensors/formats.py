@@ -36,7 +36,7 @@ def save_compressed(
     return save(
         tensors,
         save_path,
-        preset=_preset(compression_format),
+        preset=preset_of(compression_format),
         dialect="compressed-tensors",
         max_shard_size=max_shard_size,
         threads=threads,
@@ -57,12 +57,13 @@ def load_compressed(
     not exist raises `ConfigError`.
     """
     if compression_config is not None:
-        _preset(compression_config.format)
+        preset_of(compression_config.format)
     archive = Archive(compressed_tensors, storage_options=storage_options)
     return archive.items(device=device, threads=threads)
 
 
-def _preset(name: str) -> str:
+def preset_of(name: str) -> str:
+    """Return the preset that a format of compressed-tensors stands for."""
     known = name.replace("_", "-")
     if known not in _PRESETS:
         raise ConfigError(f"unknown compression format {name!r}; {nearest(known, _PRESETS)}")

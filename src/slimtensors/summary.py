@@ -33,14 +33,14 @@ class Stored:
         return replace(self, codec="tied", stored_bytes=0, note=f"is {home}", parts={}, bound=None)
 
     @property
-    def bits_per_item(self) -> float:
-        """Bits that one item costs in the file."""
-        return 8 * self.stored_bytes / self.items if self.items else 0.0
-
-    @property
     def items(self) -> int:
         """Number of items."""
         return math.prod(self.shape)
+
+    @property
+    def bits_per_item(self) -> float:
+        """Bits that one item costs in the file."""
+        return 8 * self.stored_bytes / self.items if self.items else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Summary:
 
     tensors: Sequence[Stored]
     files: Sequence[str]
+
+    @property
+    def items(self) -> int:
+        """Number of items of all tensors; tied ones count once."""
+        return sum(t.items for t in self.tensors if t.codec != "tied")
 
     @property
     def dense_bytes(self) -> int:

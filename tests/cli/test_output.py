@@ -4,7 +4,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from models import pruned
+from models import CONFIG, pruned, write_folder
 from safetensors.torch import save_file
 
 import slimtensors
@@ -190,14 +190,39 @@ def test_inspect_prints_a_table(source, capsys):
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_inspect_prints_a_markdown_table_with_as_many_cells_in_every_row(source, capsys):
+def markdown_tables(text):
+    """The rows of every table, each with its cells."""
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    for rows in blocks:
+        assert set(rows[1]) <= set("|:- ")
+        assert len({row.replace("\\|", "").count("|") for row in rows}) == 1
+    return [[row.strip("| ").split(" | ") for row in [rows[0], *rows[2:]]] for rows in blocks]
+
+
+def test_inspect_prints_a_block_for_a_model_card(source, capsys):
     assert run("inspect", source, "--markdown") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| tensor | dtype |")
-    assert set(lines[1]) <= set("|:- ")
-    assert len(lines) == 2 + 6 + 1
-    for line in lines:
-        assert line.replace("\\|", "").count("|") == 8
+    text = capsys.readouterr().out
+    _, front, rest = text.split("---\n", 2)
+    assert "# base_model: OWNER/NAME\nbase_model_relation: quantized\n" in front
+    sizes, listing = markdown_tables(text)
+    assert sizes[0][0] == "stored as"
+    assert [row[0] for row in sizes[1:]] == ["bitmask", "plain", "total"]
+    assert {row[-1] for row in sizes[1:]} == {"none"}
+    assert listing[0][:2] == ["tensor", "dtype"]
+    assert len(listing) == 1 + 6 + 1
+    assert "<details>" in rest
+
+
+def test_a_model_card_names_its_base_and_the_largest_error(tmp_path, capsys):
+    source = write_folder(tmp_path / "model", config=CONFIG | {"_name_or_path": "some/llama"})
+    assert run("compress", source, "-o", tmp_path / "small", "--preset", "extreme", "-q") == 0
+    assert run("inspect", tmp_path / "small", "--markdown") == 0
+    text = capsys.readouterr().out
+    assert "\nbase_model: some/llama\nbase_model_relation: quantized\n" in text
+    sizes, _ = markdown_tables(text)
+    (lossy,) = (row for row in sizes if row[0] == "int")
+    assert 0 < float(lossy[-1].rstrip("%")) < 5
+    assert float(sizes[-1][4]) < 16
 
 
 def test_json_and_markdown_exclude_each_other(source, capsys):

@@ -22,6 +22,7 @@ LAYERS = [
     *["summary", "presets", "dialects"],
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
+    *["integrations", "transformers"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

@@ -78,6 +78,15 @@ def slow_crc32c(data, seed=0):
     return state ^ 0xFFFFFFFF
 
 
+def slow_group_peaks(items, itemsize, signed_zero):
+    table = items.reshape(-1, itemsize)
+    nonzero = table.any(axis=1)
+    if signed_zero:
+        nonzero &= (table != u8([0] * (itemsize - 1) + [0x80])).any(axis=1)
+    groups = ([nonzero[i : i + n].sum() for i in range(0, len(nonzero), n)] for n in (4, 8, 16, 32))
+    return tuple(int(max(counts, default=0)) for counts in groups)
+
+
 def sparse_items(rng, count, itemsize, density):
     """Random items of which some are zero, and some have a single bit set anywhere."""
     items = rng.integers(0, 256, (count, itemsize), dtype=np.uint8)
@@ -190,6 +199,28 @@ def test_count_zeros_tells_zero_from_negative_zero(itemsize, count, density, see
 def test_count_zeros_of_many_items_does_not_overflow():
     for itemsize in ITEMSIZES:
         assert _core.count_zeros(np.zeros(300_000 * itemsize, np.uint8), itemsize) == (300_000, 0)
+
+
+@given(
+    itemsize=st.sampled_from(ITEMSIZES),
+    count=st.integers(0, 300),
+    density=st.sampled_from((0.0, 0.02, 0.3, 0.7, 1.0)),
+    signed_zero=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_group_peaks_finds_the_fullest_groups(itemsize, count, density, signed_zero, seed):
+    rng = np.random.default_rng(seed)
+    items = sparse_items(rng, count, itemsize, density).reshape(-1, itemsize)
+    items[rng.random(count) < 0.3] = u8([0] * (itemsize - 1) + [0x80])
+    want = slow_group_peaks(items, itemsize, signed_zero)
+    assert _core.group_peaks(odd(items.ravel())[1], itemsize, signed_zero) == want
+
+
+@pytest.mark.parametrize("place", [0, 4095, 4096, 20_000, 20_479])
+def test_group_peaks_looks_at_every_item(place):
+    items = np.zeros(20_480, np.uint16)
+    items[place - place % 4 : place - place % 4 + 4] = 1
+    assert _core.group_peaks(items.view(np.uint8), 2, True) == (4, 4, 4, 4)
 
 
 @given(st.binary(max_size=500))
@@ -396,6 +427,8 @@ BAD_CALLS = {
     "scatter: itemsize": lambda: _core.bitmask_scatter(B(1), 8, B(0), 5, bytearray(40)),
     "count_zeros: itemsize": lambda: _core.count_zeros(B(6), 6),
     "count_zeros: half an item": lambda: _core.count_zeros(B(6), 4),
+    "group_peaks: itemsize": lambda: _core.group_peaks(B(6), 3, False),
+    "group_peaks: half an item": lambda: _core.group_peaks(B(6), 4, False),
     "pack: codes short": lambda: _core.mask24_pack(b"\x33" * 3, bytearray(1)),
     "pack: codes long": lambda: _core.mask24_pack(b"\x33" * 3, bytearray(3)),
     "pack: one bit": lambda: _core.mask24_pack(b"\x33\x13\x33", bytearray(2)),

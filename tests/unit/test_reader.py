@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from reliability_tools import sample
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from strategies import bits, same_bits, same_tensors
 
 import slimtensors
@@ -142,3 +142,28 @@ def test_iterating_may_stop_at_any_time(tmp_path):
         items = slimtensors.open(tmp_path / "x.safetensors").items(threads=2)
         assert [next(items)[0] for _ in range(stop)] == list(tensors)[:stop]
         items.close()
+
+
+@pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
+def test_files_open_as_one_archive_that_knows_whose_each_entry_is(tmp_path, dialect):
+    slimtensors.save(sample(), tmp_path / "model", dialect=dialect, max_shard_size=300)
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 1
+    archive = slimtensors.Archive.of_files(shards)
+    assert set(archive) == set(sample())
+    assert all(same_bits(archive.get_tensor(name), x) for name, x in sample().items())
+    stored = {key for shard in shards for key in load_file(shard)}
+    assert archive.owners.keys() == stored
+    assert {*archive.owners.values(), *archive.tied()} == set(sample())
+    assert any(key != name for key, name in archive.owners.items()) == (dialect != "slim")
+
+
+def test_a_blob_can_be_written_again_as_it_is(tmp_path):
+    path = tmp_path / "x.safetensors"
+    slimtensors.save({"x": bits(0, 4096, torch.float32, 0.5), "y": torch.ones(3)}, path)
+    archive = slimtensors.open(path)
+    packed = archive.packed("x")
+    assert str(packed.plan) == archive.info("x").codec
+    (piece,) = packed.pieces
+    assert torch.equal(piece.chunks[0], load_file(path)["x"])
+    assert archive.packed("y") is None

@@ -1,8 +1,9 @@
 """Read archives: open, load, inspect."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,8 +12,15 @@ from torch import Tensor
 
 from slimtensors import dialects
 from slimtensors.archive.workers import Workers
-from slimtensors.container import LocalPlace, StrPath, open_files, place
-from slimtensors.dialects import Member
+from slimtensors.container import (
+    LocalPlace,
+    StoredFile,
+    StrPath,
+    open_file,
+    open_files,
+    place,
+)
+from slimtensors.dialects import Member, Packed
 from slimtensors.dialects.slim import BlobMember
 from slimtensors.entropy import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
@@ -32,13 +40,23 @@ class Archive:
 
     def __init__(self, path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         where = place(path, storage_options=storage_options)
-        self.path = str(where)
         if isinstance(where, LocalPlace) and not where.path.exists():
             raise FileNotFoundError(f"{where}: no such file or folder")
-        self._is_closed = False
-        self._files = open_files(where)
-        contents = dialects.contents(self._files)
+        self._hold(str(where), open_files(where))
+
+    @classmethod
+    def of_files(cls, paths: Sequence[Path]) -> Self:
+        """Open these files as one archive, whatever index there is."""
+        archive = cls.__new__(cls)
+        archive._hold(str(paths[0].parent), [open_file(LocalPlace(path)) for path in paths])
+        return archive
+
+    def _hold(self, path: str, files: list[StoredFile]) -> None:
+        self.path, self._files, self._is_closed = path, files, False
+        contents = dialects.contents(files)
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
+        self.owners = contents.owners
+        """Which tensor each entry of the files belongs to: itself, or one that is in parts."""
 
     def select(self, names: Iterable[str]) -> "Archive":
         """Return an archive of only these tensors of this one."""
@@ -188,6 +206,11 @@ class Archive:
             return member.encoded(each) if isinstance(member, BlobMember) else None
 
         return self._told(name, read)
+
+    def packed(self, name: str) -> Packed | None:
+        """Return a tensor as it is stored, to be written again; none if it is not one blob."""
+        member = self._find(name)
+        return member.packed(name) if isinstance(member, BlobMember) else None
 
     def __enter__(self) -> Self:
         return self

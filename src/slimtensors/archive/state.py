@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slimtensors.archive.read import Archive
 from slimtensors.container import check_name
+from slimtensors.dialects import Packed
 from slimtensors.plan import Encoded
 from slimtensors.spec import Each, Json, Spec, check_storable, on_cpu
 from slimtensors.tree import flatten
@@ -19,10 +20,10 @@ class Item:
 
     name: str
     spec: Spec
-    read: Callable[[Each], Tensor | Encoded | None]
+    read: Callable[[Each], Tensor | Encoded | Packed | None]
     """Returns it in main memory; none if it turns out that there is nothing to store.
 
-    What is encoded already is stored in that form.
+    What is encoded already, or even ready to be written, is stored in that form.
     """
     always_blob: bool = False
     """Whether other readers must never take it for the tensor of its name."""

@@ -153,6 +153,8 @@ def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     x = item.read(each)
     if x is None:
         return _Done(item, Packed([], None), "")
+    if isinstance(x, Packed):
+        return _Done(item, x, "")
     try:
         if isinstance(x, Encoded):
             return _Done(item, how.encoded(item.name, x, each), "")

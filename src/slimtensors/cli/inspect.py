@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
-from slimtensors.folder import check_globs, matching
+from slimtensors.cli.card import card
+from slimtensors.folder import check_globs, matching, read_config
 from slimtensors.summary import Stored, Summary, human
 
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item", "bound")
@@ -30,7 +31,7 @@ def add_to(verbs: "console.Verbs") -> None:
     console.add_threads(verb)
     form = verb.add_mutually_exclusive_group()
     console.add_json(form)
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    form.add_argument("--markdown", action="store_true", help="print a block for a model card")
     verb.set_defaults(run=run)
 
 
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     layout = console.markdown if options.markdown else console.table
     rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
     columns = len(_HEAD) if options.bound else len(_HEAD) - 1
-    print(layout(_HEAD[:columns], [row[:columns] for row in rows], left=4))
+    listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
+    print(card(summary, listing, read_config(options.source)) if options.markdown else listing)
     return 0
 
 

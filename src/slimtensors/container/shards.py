@@ -183,6 +183,14 @@ def write_index(folder: Path, index: str, names: Sequence[str], order: Sequence[
     write_json(folder / index, table)
 
 
+def note_parameters(index: Path, count: int) -> None:
+    """Add to an index, if there is one, how many parameters its shards hold, as the hub wants."""
+    if index.exists():
+        table = json.loads(index.read_bytes())
+        table["metadata"] = {"total_parameters": count, **table["metadata"]}
+        write_json(index, table)
+
+
 def write_json(path: Path, data: Json) -> None:
     """Write a JSON file that appears whole or not at all."""
     temporary = path.with_name(f".{path.name}.slimtensors-tmp")

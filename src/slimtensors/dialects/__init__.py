@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slimtensors.container import StoredFile
 from slimtensors.dialects import compressed_tensors, slim
-from slimtensors.dialects.manifest import KEY, Manifest, is_sealed
+from slimtensors.dialects.manifest import KEY, VERSION, Manifest, is_sealed
 from slimtensors.dialects.member import Member, Packed, Stored
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Encoded, Plan
@@ -64,6 +64,8 @@ class Contents:
     """The outline of a state that is not all tensors."""
     delta: Mapping[str, Any] | None
     """How the tensors differ from those of a base."""
+    owners: Mapping[str, str]
+    """Which tensor each entry of the files belongs to."""
 
 
 def contents(files: Sequence[StoredFile]) -> Contents:
@@ -98,7 +100,10 @@ def contents(files: Sequence[StoredFile]) -> Contents:
     for name, home, file in tied:
         if home not in result or name in result:
             raise FormatError(f"{file.name}: {name}: cannot be tied to {home!r}")
-    return Contents(result | {name: result[home] for name, home, _ in tied}, tree, delta)
+    owners = {key: key for key in stored} | {
+        key: group.name for group in groups for key in group.keys
+    }
+    return Contents(result | {name: result[home] for name, home, _ in tied}, tree, delta, owners)
 
 
 def _named(
@@ -138,6 +143,7 @@ def _manifest(file: StoredFile) -> Manifest | None:
 
 __all__ = [
     "KEY",
+    "VERSION",
     "Contents",
     "Dialect",
     "Manifest",

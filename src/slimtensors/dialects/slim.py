@@ -38,7 +38,7 @@ from slimtensors.plan import (
     relative_error,
     sizes_of,
 )
-from slimtensors.spec import QUANTIZED, Each, Json, Spec, as_bytes
+from slimtensors.spec import QUANTIZED, Each, Json, Spec, as_bytes, view
 
 NAME = "slim"
 MAGIC = b"SLIM"
@@ -95,6 +95,12 @@ class BlobMember:
         if checksum(payload, each) != header.get("crc32c"):
             raise CorruptFileError("the checksum differs: the file is damaged")
         return rebuild(header, payload)
+
+    def packed(self, name: str) -> Packed:
+        """Return the blob as it is, to be written to another file."""
+        about, raw = self.about(), self.file.read(self.entry)
+        piece = Piece(name, self.entry.spec, [view(raw, self.entry.spec)], None)
+        return Packed([piece], about.plan, about.error)
 
     def _header(self) -> Json:
         start = bytes(self.file.read(self.entry, _START.size))

@@ -14,7 +14,13 @@ from slimtensors.codecs import Huffman
 from slimtensors.compressor.quantized import is_number, key_of, scheme_of, stored_layers
 from slimtensors.container import Place, StrPath, place
 from slimtensors.errors import ConfigError, SlimError
-from slimtensors.folder import compress_folder, decompress_folder, with_section, without_section
+from slimtensors.folder import (
+    compress_folder,
+    decompress_folder,
+    read_config,
+    with_section,
+    without_section,
+)
 from slimtensors.plan import Encoded, Plan, decode
 from slimtensors.quantization import (
     QuantizationConfig,
@@ -28,7 +34,6 @@ from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
-    config_of,
     dtype_of,
     quantization_of,
     without_any_section,
@@ -48,7 +53,7 @@ def convert_folder(
     """
     how = how or Rewrite()
     where = place(source, storage_options=how.storage_options)
-    data = config_of(where)
+    data = read_config(source, storage_options=how.storage_options)
     with Archive(source, storage_options=how.storage_options) as archive:
         if (config := quantization_of(data)) is not None:
             if to == COMPRESSED_TENSORS:

@@ -11,7 +11,7 @@ from slimtensors.archive import Archive
 from slimtensors.codecs import Bitmask, Huffman
 from slimtensors.container import StrPath, place
 from slimtensors.errors import ConfigError
-from slimtensors.folder import compress_folder
+from slimtensors.folder import compress_folder, read_config
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice
 from slimtensors.quantization import (
@@ -31,7 +31,6 @@ from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
-    config_of,
     quantization_of,
     without_any_section,
 )
@@ -57,7 +56,7 @@ def quantize_folder(
     if config.needs_data:
         raise ConfigError("static scales of activations need data; pass calibration data")
     where = place(source, storage_options=how.storage_options)
-    _check_model(config_of(where))
+    _check_model(read_config(source, storage_options=how.storage_options))
     with Archive(source, storage_options=how.storage_options) as archive:
         layers = Layers.of(archive, config)
         if dialect == SLIM:

@@ -1,6 +1,5 @@
 """What all that rewrites a model folder needs: options, and what its `config.json` says."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,20 +51,6 @@ class Rewrite:
             sources=[archive.path],
             replace=self.replace,
         )
-
-
-def config_of(where: Place) -> Json:
-    """Return what `config.json` says of the model."""
-    folder = where if where.is_folder() else where.parent()
-    try:
-        data = json.loads(bytes(folder.child("config.json").read()))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder}: has no config.json; is it a model folder?") from None
-    except ValueError as error:
-        raise ConfigError(f"{folder}: config.json is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{folder}: config.json is not a table")
-    return data
 
 
 def quantization_of(data: Json) -> QuantizationConfig | None:

@@ -52,3 +52,12 @@ class Sparse24BitmaskConfig(SparsityConfig):
 
     default_format: ClassVar[str] = "sparse-24-bitmask"
     sparsity_structure: str = "2:4"
+
+
+def parse_section(section: Mapping[str, Any]) -> SparsityConfig:
+    """Read any section `sparsity_config`, leaving out what only other libraries put there."""
+    kinds = (SparsityConfig, BitmaskConfig, Sparse24BitmaskConfig)
+    named = {kind.default_format.replace("_", "-"): kind for kind in kinds}
+    kind = named.get(str(section.get("format")).replace("_", "-"), SparsityConfig)
+    known = {field.name for field in fields(kind)}
+    return kind.from_dict({key: value for key, value in section.items() if key in known})

@@ -1,6 +1,7 @@
 """How sparse a tensor is, at memory speed."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,6 +37,70 @@ def count_zeros(x: Tensor) -> Zeros:
     """Count the zeros of a tensor in main memory."""
     zero, negative = _core.count_zeros(as_bytes(x), x.element_size())
     return Zeros(x.numel(), zero, negative if x.dtype in _SIGNED_ZERO else 0)
+
+
+GROUPS = (4, 8, 16, 32)
+"""Sizes of groups in which we look for a structure."""
+
+_SPARSE = 0.05
+"""The share of zeros from which on a tensor is sparse."""
+_FILLED = 0.75
+"""How full the groups of a structured tensor are at least, of what the structure allows: few random
+zeros leave any group full, and many leave every group nearly empty."""
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """How sparse a tensor or a whole model is, and in which groups."""
+
+    items: int = 0
+    zero: int = 0
+    """Items that are 0.0 or -0.0."""
+    kept: int = 0
+    """Nonzero items of matrices that are sparse at all."""
+    places: int = 0
+    """All items of these matrices."""
+    peaks: dict[int, int] = field(default_factory=dict)
+    """The most nonzero items in any group of these matrices, where rows are whole groups."""
+
+    @property
+    def share(self) -> float:
+        """The fraction of items that is zero."""
+        return self.zero / self.items if self.items else 0.0
+
+    @property
+    def structure(self) -> str:
+        """`2:4` and the like, where at most so many of so many neighbours are kept."""
+        for group, most in sorted(self.peaks.items()):
+            if 0 < most < group and self.kept >= _FILLED * self.places * most / group:
+                return f"{most}:{group}"
+        return "unstructured"
+
+
+def sparsity_of(x: Tensor) -> Sparsity:
+    """Measure a tensor in main memory."""
+    zeros = count_zeros(x)
+    zero = zeros.zero + zeros.negative
+    if x.dim() < 2 or zero < _SPARSE * x.numel():
+        return Sparsity(x.numel(), zero)
+    signed = x.dtype in _SIGNED_ZERO
+    found = _core.group_peaks(as_bytes(x), x.element_size(), signed)
+    peaks = {n: most for n, most in zip(GROUPS, found, strict=True) if x.shape[-1] % n == 0}
+    return Sparsity(x.numel(), zero, x.numel() - zero, x.numel(), peaks)
+
+
+def combined(found: Iterable[Sparsity]) -> Sparsity:
+    """Return the sparsity of all tensors together; a structure is one that all sparse ones have."""
+    every = list(found)
+    sparse = [one for one in every if one.places]
+    common = set(GROUPS).intersection(*(one.peaks for one in sparse)) if sparse else set()
+    return Sparsity(
+        sum(one.items for one in every),
+        sum(one.zero for one in every),
+        sum(one.kept for one in sparse),
+        sum(one.places for one in sparse),
+        {group: max(one.peaks[group] for one in sparse) for group in sorted(common)},
+    )
 
 
 def is_24(x: Tensor) -> bool:

@@ -1,0 +1,102 @@
+"""What transformers asks of a storage format: it calls it a quantizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import WeightTransform
+from transformers.quantizers import HfQuantizer, register_quantizer
+
+from slimtensors.errors import ConfigError
+from slimtensors.integrations.transformers.config import METHOD, SlimConfig
+from slimtensors.integrations.transformers.loading import (
+    DecodedConverter,
+    Reader,
+    decoded,
+    originals,
+)
+from slimtensors.integrations.transformers.saving import Origin, enable_as
+from slimtensors.spec import find_dtype
+
+
+@register_quantizer(METHOD)
+class SlimQuantizer(HfQuantizer):
+    """Loads a compressed folder into an ordinary model, tensor by tensor."""
+
+    quantization_config: SlimConfig
+
+    def __init__(self, quantization_config: SlimConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        if not self.pre_quantized:
+            raise ConfigError(
+                "SlimConfig says how a folder is stored and cannot compress one on loading; load"
+                " it plainly, then slimtensors.transformers.enable(model, preset=...)"
+            )
+        for section in quantization_config.before.values():
+            if isinstance(section, dict) and section.get("quant_method") not in (None, METHOD):
+                raise ConfigError(
+                    f"the weights were quantized ({section['quant_method']}) before they were"
+                    " compressed, and only that format's loader knows them; run slimtensors"
+                    " decompress and load the result"
+                )
+        self._reader: Reader | None = None
+        self._device_map: dict[str, Any] | None = None
+
+    def validate_environment(
+        self, *, device_map: str | dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Take note of where the parts of the model go, as soon as transformers knows."""
+        if isinstance(device_map, dict):
+            self._device_map = device_map
+            if self._reader:
+                self._reader.device_map = device_map
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the weights where transformers took it from compressed bytes."""
+        if dtype.is_floating_point:
+            return dtype
+        if self.quantization_config.dtype is None:
+            raise ConfigError("config.json names no dtype; pass dtype= to from_pretrained")
+        return find_dtype(self.quantization_config.dtype)
+
+    def get_new_dtype(
+        self, converter: WeightTransform, param: object, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """Take note of the dtype, for floats are not floats until they are decoded."""
+        if isinstance(converter, DecodedConverter):
+            converter.dtype, dtype = dtype, None
+        return dtype
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: nn.Module
+    ) -> list[WeightTransform]:
+        """Put decoding before whatever else happens to a weight."""
+        return decoded(weight_conversions, self._reader) if self._reader else weight_conversions
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> nn.Module:
+        if checkpoint_files:  # none if the caller brought weights of his own
+            self._reader = Reader(checkpoint_files, self._device_map)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        files: tuple[Path, ...] = ()
+        if self._reader:
+            self._reader.finish(model)
+            files = self._reader.files
+            model._weight_conversions = originals(model._weight_conversions)
+            if self._device_map and "disk" in self._device_map.values():
+                model.tie_weights(recompute_mapping=False)  # which are two files on the disk
+        enable_as(model, Origin(self.quantization_config.preset, files))
+        return model
+
+    def is_serializable(self) -> bool:
+        """Say that such a model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Say that such a model can be trained: its weights are plain."""
+        return True

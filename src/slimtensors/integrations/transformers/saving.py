@@ -1,0 +1,198 @@
+"""Models that write themselves compressed: what `save_pretrained` does once a model is enabled."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from slimtensors import presets
+from slimtensors.archive.state import Item, State
+from slimtensors.archive.write import write
+from slimtensors.container import INDEX, StrPath, local, note_parameters
+from slimtensors.dialects import Packed
+from slimtensors.errors import ConfigError
+from slimtensors.folder import described, edit_config
+from slimtensors.formats import preset_of
+from slimtensors.integrations.transformers import weights
+from slimtensors.integrations.transformers.unchanged import unchanged
+from slimtensors.plan import Encoded
+from slimtensors.sparsity import Sparsity, SparsityConfig, parse_section, sparsity_of
+from slimtensors.spec import Each, Json
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_WORTH_TELLING = 0.05
+"""The share of zeros from which on `config.json` mentions them."""
+_NOT_COMPRESSED = {
+    "push_to_hub": "call model.push_to_hub(name) instead",
+    "variant": "save to a folder of its own instead",
+    "distributed_checkpoint": "pass save_compressed=False",
+}
+"""Options of transformers that have no meaning for compressed weights, and what to do."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a model's weights were stored where it comes from."""
+
+    preset: str | None = None
+    """None: dense."""
+    files: tuple[Path, ...] = ()
+
+
+def enable(model: Model, *, preset: str | None = None) -> Model:
+    """Give the `save_pretrained` of a model our arguments, and return the model.
+
+    `preset` is how it saves weights when nothing else is asked for; with none it saves them dense.
+    """
+    if preset is not None:
+        presets.find(preset)
+    return enable_as(model, Origin(preset))
+
+
+def enable_as(model: Model, origin: Origin) -> Model:
+    """Do what `enable` does for a model that comes from compressed files."""
+    config: Any = model.config
+    section = getattr(config, "sparsity_config", None)
+    if section is not None:
+        del config.sparsity_config  # said anew whenever the model is saved
+    attributes: Any = model
+    attributes.sparsity_config = parse_section(section) if section else None
+    attributes.save_pretrained = SavePretrained(model, origin)
+    return model
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """Tell whether a model has our `save_pretrained`."""
+    return isinstance(model.save_pretrained, SavePretrained)
+
+
+class SavePretrained:
+    """The `save_pretrained` of one model. An object, so that it is copied and pickled with it."""
+
+    def __init__(self, model: Any, origin: Origin) -> None:
+        self._model, self._origin = model, origin
+
+    def __call__(
+        self,
+        save_directory: StrPath,
+        *,
+        sparsity_config: SparsityConfig | None = None,
+        save_compressed: bool | None = None,
+        skip_compression_stats: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save the model; its weights compressed if asked for, or if they were when it was loaded.
+
+        `sparsity_config` names a sparse format. `save_compressed=True` finds one by itself: that of
+        the folder the model was loaded from, else sparse where at least 5 % are zeros, else
+        lossless. A dense model with so many zeros has them described in `config.json`, unless
+        `skip_compression_stats` is set. Other options are those of transformers.
+        """
+        if sparsity_config is not None and save_compressed is False:
+            raise ConfigError("sparsity_config asks for what save_compressed=False refuses")
+        folder = local(save_directory)
+        preset = self._preset(sparsity_config, save_compressed)
+        if preset != "dense" and not getattr(self._model, "_hf_peft_config_loaded", False):
+            self._model.sparsity_config = self._compressed(folder, preset, **options)
+            return
+        self._as_ever(folder, **options)
+        is_asked = sparsity_config is not None
+        found = None if skip_compression_stats else self._described_dense(folder, is_asked)
+        self._model.sparsity_config = found
+
+    def _preset(self, sparsity_config: SparsityConfig | None, save_compressed: bool | None) -> str:
+        if sparsity_config is not None:
+            return preset_of(sparsity_config.format)
+        if save_compressed is False:
+            return "dense"
+        if self._origin.preset is not None:
+            return self._origin.preset
+        if save_compressed is None:
+            return "dense"
+        return "sparse" if weights.measured(self._model).share >= _WORTH_TELLING else "lossless"
+
+    def _as_ever(self, folder: Path, **options: Any) -> None:
+        type(self._model).save_pretrained(self._model, folder, **options)
+
+    def _compressed(
+        self,
+        folder: Path,
+        preset: str,
+        *,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        max_shard_size: int | str = "50GB",
+        save_original_format: bool = True,
+        **options: Any,
+    ) -> SparsityConfig | None:
+        for option in _NOT_COMPRESSED.keys() & options.keys():
+            if options[option]:
+                advice = _NOT_COMPRESSED[option]
+                raise ConfigError(f"{option}: cannot be done with compressed weights; {advice}")
+        if not is_main_process:
+            return None
+        if folder.is_file():
+            raise ConfigError(f"{folder}: is a file, not a folder")
+        given = self._model.state_dict() if state_dict is None else dict(state_dict)
+        items = weights.items(self._model, given, save_original_format=save_original_format)
+        if preset == self._origin.preset:
+            items = unchanged(items, self._origin.files)
+        found: dict[str, Sparsity] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        # All but the weights goes to a place of its own first: transformers would remove the
+        # shards of an older model, which must stay until the new ones are complete.
+        with TemporaryDirectory(prefix=".", dir=folder) as others:
+            self._as_ever(Path(others), state_dict={}, **options)
+            summary = write(
+                State([_measured(item, found) for item in items]),
+                folder,
+                preset=preset,
+                dialect="slim",
+                max_shard_size=max_shard_size,
+            )
+            note_parameters(folder / INDEX, summary.items)
+            described_as = _edited(
+                Path(others),
+                lambda config: described(config, summary, found, preset=preset, dialect="slim"),
+            )
+            shutil.copytree(others, folder, dirs_exist_ok=True)
+        return described_as
+
+    def _described_dense(self, folder: Path, is_asked: bool) -> SparsityConfig | None:
+        overall = weights.measured(self._model)
+        if overall.share < _WORTH_TELLING and not is_asked:
+            return None
+        section = SparsityConfig(
+            sparsity_structure=overall.structure, global_sparsity=round(overall.share, 4)
+        )
+        return _edited(folder, lambda config: {**config, "sparsity_config": section.to_dict()})
+
+
+def _measured(item: Item, found: dict[str, Sparsity]) -> Item:
+    """Return an item that is measured on its way."""
+
+    def read(each: Each) -> Tensor | Encoded | Packed | None:
+        x = item.read(each)
+        if isinstance(x, Tensor):
+            found[item.name] = sparsity_of(x)
+        return x
+
+    return replace(item, read=read)
+
+
+def _edited(folder: Path, edit: Callable[[Json], Json]) -> SparsityConfig | None:
+    """Edit `config.json`, and return what it then says about sparsity."""
+    said: Json = {}
+
+    def noting(config: Json) -> Json:
+        edited = edit(config)
+        said.update(edited.get("sparsity_config", {}))
+        return edited
+
+    edit_config(folder, noting)
+    return parse_section(said) if said else None

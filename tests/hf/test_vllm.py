@@ -1,0 +1,195 @@
+"""The plug-in for vLLM, against a stand-in of the part of its interface that we use.
+
+vLLM itself is too large for the machines that run these tests.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hf.tiny import llama
+from strategies import same_bits
+from torch import nn
+
+from slimtensors.errors import MismatchError
+from slimtensors.transformers import compress_folder, enable
+
+LOADERS, METHODS = {}, {}
+
+
+class BaseModelLoader(ABC):
+    """As vLLM 0.28 documents it, less devices and logging."""
+
+    def __init__(self, load_config):
+        self.load_config = load_config
+
+    @abstractmethod
+    def download_model(self, model_config): ...
+
+    @abstractmethod
+    def load_weights(self, model, model_config): ...
+
+    def load_model(self, vllm_config, model_config, prefix=""):
+        model = model_config.make()
+        self.load_weights(model, model_config)
+        return model.eval()
+
+
+class QuantizationConfig(ABC):
+    @abstractmethod
+    def get_name(self): ...
+
+    @abstractmethod
+    def get_supported_act_dtypes(self): ...
+
+    @classmethod
+    @abstractmethod
+    def get_min_capability(cls): ...
+
+    @staticmethod
+    @abstractmethod
+    def get_config_filenames(): ...
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config): ...
+
+    @abstractmethod
+    def get_quant_method(self, layer, prefix): ...
+
+
+class LinearBase(nn.Module):
+    pass
+
+
+class FusedMoE(nn.Module):
+    moe_config = "experts"
+
+
+class UnquantizedLinearMethod:
+    pass
+
+
+class UnquantizedFusedMoEMethod:
+    def __init__(self, moe):
+        self.moe = moe
+
+
+def registering(table, base):
+    def register(name):
+        def add(cls):
+            assert issubclass(cls, base)
+            table[name] = cls
+            return cls
+
+        return add
+
+    return register
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Put the stand-in where vLLM's modules would be, and register as vLLM does."""
+    LOADERS.clear()
+    METHODS.clear()
+    root = "vllm.model_executor"
+    contents = {
+        "vllm": {},
+        root: {},
+        f"{root}.layers": {},
+        f"{root}.layers.linear": {
+            "LinearBase": LinearBase,
+            "UnquantizedLinearMethod": UnquantizedLinearMethod,
+        },
+        f"{root}.layers.fused_moe": {"FusedMoE": FusedMoE},
+        f"{root}.layers.fused_moe.layer": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+        f"{root}.layers.quantization": {
+            "QUANTIZATION_METHODS": METHODS,
+            "register_quantization_config": registering(METHODS, QuantizationConfig),
+        },
+        f"{root}.layers.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
+        f"{root}.model_loader": {
+            "BaseModelLoader": BaseModelLoader,
+            "register_model_loader": registering(LOADERS, BaseModelLoader),
+        },
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    (point,) = entry_points(group="vllm.general_plugins", name="slimtensors")
+    point.load()()
+    point.load()()  # vLLM may load plug-ins several times
+
+
+class Fused(nn.Module):
+    """Takes the names of the hub and fuses what it wants, as vLLM's models do."""
+
+    def __init__(self, wanted):
+        super().__init__()
+        self.wanted = wanted
+        self.both = nn.Parameter(torch.empty(2, *wanted["model.layers.0.mlp.up_proj.weight"].shape))
+        self.head = nn.Parameter(torch.empty_like(wanted["lm_head.weight"]))
+
+    def load_weights(self, weights):
+        loaded = set()
+        for name, x in weights:
+            assert same_bits(x, self.wanted.pop(name)), name
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                if name == f"model.layers.0.mlp.{part}.weight":
+                    self.both.data[i] = x
+                    loaded.add("both")
+            if name == "lm_head.weight":
+                self.head.data.copy_(x)
+                loaded.add("head")
+        return loaded
+
+
+def load(folder, wanted):
+    config = SimpleNamespace(model=str(folder), revision=None, make=lambda: Fused(dict(wanted)))
+    loader = LOADERS["slimtensors"](SimpleNamespace(download_dir=None))
+    loader.download_model(config)
+    return loader.load_model(SimpleNamespace(), config)
+
+
+@pytest.mark.parametrize("shards", ["50GB", "60kB"])
+@pytest.mark.parametrize("preset", ["sparse", "lossless"])
+def test_a_folder_is_streamed_into_the_model(vllm, tmp_path, preset, shards):
+    model = enable(llama(), preset=preset)
+    model.save_pretrained(tmp_path / "small", max_shard_size=shards)
+    wanted = model.state_dict()
+    loaded = load(tmp_path / "small", wanted)
+    assert not loaded.wanted
+    assert same_bits(loaded.both.data[1], wanted["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_sparse_folder_of_compressed_tensors_is_streamed_too(vllm, tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    compress_folder(tmp_path / "dense", tmp_path / "parts", dialect="compressed-tensors")
+    assert not load(tmp_path / "parts", model.state_dict()).wanted
+
+
+def test_a_folder_that_lacks_a_weight_is_refused(vllm, tmp_path):
+    model = enable(llama(), preset="lossless")
+    state = model.state_dict()
+    del state["lm_head.weight"]
+    model.save_pretrained(tmp_path / "small", state_dict=state)
+    with pytest.raises(
+        MismatchError, match="small: has no weights for 1 parameters of Fused: head"
+    ):
+        load(tmp_path / "small", model.state_dict())
+
+
+def test_layers_are_told_to_be_ordinary_ones(vllm):
+    method = METHODS["slimtensors"].from_config({"quant_method": "slimtensors", "preset": "sparse"})
+    assert method.get_name() == "slimtensors"
+    assert torch.bfloat16 in method.get_supported_act_dtypes()
+    assert method.get_min_capability() < 0
+    assert method.get_config_filenames() == []
+    assert isinstance(method.get_quant_method(LinearBase(), "x"), UnquantizedLinearMethod)
+    assert method.get_quant_method(FusedMoE(), "x").moe == "experts"
+    assert method.get_quant_method(nn.LayerNorm(4), "x") is None
