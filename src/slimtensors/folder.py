@@ -70,7 +70,7 @@ def compress_folder(
     source: StrPath,
     target: StrPath,
     *,
-    preset: str = "sparse",
+    preset: str | None = None,
     dialect: str = "slim",
     keep: Keep = lambda name: True,
     max_shard_size: int | str | None = None,
@@ -86,7 +86,8 @@ def compress_folder(
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
     zeros: dict[str, Zeros] = {}
-    choose = _counting(limited(presets.find(preset), keep), zeros)
+    name = presets.default(dialect) if preset is None else preset
+    choose = _counting(limited(presets.find(name), keep), zeros)
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
@@ -94,7 +95,7 @@ def compress_folder(
 
         def edit(config: Json, summary: Summary) -> Json:
             before = without_section(config) if was_coded else config
-            return _described(before, summary, zeros, preset, dialect)
+            return _described(before, summary, zeros, name, dialect)
 
         return remake(
             where,

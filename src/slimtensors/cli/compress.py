@@ -21,7 +21,9 @@ def add_to(verbs: "console.Verbs") -> None:
     )
     console.add_source(verb)
     console.add_target(verb, required=False)
-    verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
+    verb.add_argument(
+        "--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless, exact and small)"
+    )
     verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
@@ -56,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
     keep = matching(options.only, options.skip)
-    choose = limited(presets.find(options.preset), keep)
+    preset = options.preset or presets.default(options.dialect)
+    choose = limited(presets.find(preset), keep)
     if options.dry_run:
         return estimate(
             archive, preset=choose, dialect=options.dialect, threads=options.threads, progress=bar
@@ -65,7 +68,7 @@ def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> S
         return compress_folder(
             options.source,
             options.output,
-            preset=options.preset,
+            preset=preset,
             dialect=options.dialect,
             keep=keep,
             max_shard_size=options.max_shard_size,
