@@ -81,7 +81,7 @@ def compress_folder(
     source: StrPath,
     target: StrPath,
     *,
-    preset: str | Chooser = "sparse",
+    preset: str | Chooser | None = None,
     dialect: str = "slim",
     keep: Keep = lambda name: True,
     max_shard_size: int | str | None = None,
@@ -97,6 +97,7 @@ def compress_folder(
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
     found: dict[str, Sparsity] = {}
+    preset = presets.default(dialect) if preset is None else preset
     choose = measuring(limited(presets.find(preset), keep), found)
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:

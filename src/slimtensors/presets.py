@@ -86,7 +86,7 @@ def _coded(x: Tensor, effort: Effort) -> Choice:
     # tell; of one byte, zero is a byte like others until it needs less than half a bit.
     many = 0.6 if x.element_size() == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
-        return Choice(Plan(Huffman()))
+        return Choice(Plan(Huffman()), _negative_zeros(zeros))
     return Choice(_mask_and_values(zeros, effort), _negative_zeros(zeros))
 
 
@@ -103,6 +103,11 @@ PRESETS: Mapping[str, Chooser] = {
     "lossless": lossless,
     "extreme": extreme,
 }
+
+
+def default(dialect: str) -> str:
+    """Return the preset that is used where none is named: the smallest exact one there is."""
+    return "sparse" if dialect == "compressed-tensors" else "lossless"
 
 
 def find(preset: "str | Plan | Chooser") -> Chooser:

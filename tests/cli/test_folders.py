@@ -42,10 +42,10 @@ def config(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-def round_trip(source, tmp_path, dialect="slim"):
+def round_trip(source, tmp_path, dialect="slim", *options):
     small, back = tmp_path / "small", tmp_path / "back"
     before = files(source)
-    assert run("compress", source, "-o", small, "--dialect", dialect, "-q") == 0
+    assert run("compress", source, "-o", small, "--dialect", dialect, *options, "-q") == 0
     assert run("decompress", small, "-o", back, "-q") == 0
     assert files(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {source.name, "small", "back"}
@@ -81,8 +81,8 @@ def test_a_slim_folder_says_so_in_its_config(tmp_path):
     found = config(small)
     section = found["quantization_config"]
     assert section["quant_method"] == "slimtensors"
-    assert section["preset"] == "sparse"
-    assert section["codecs"] == {"bitmask": 4}
+    assert section["preset"] == "lossless"
+    assert section["codecs"] == {"bitmask(values=huffman)": 4}
     assert 3 < section["bits_per_weight"] < 8
     assert found["sparsity_config"].keys() == {"format", "sparsity_structure", "global_sparsity"}
     assert found["sparsity_config"]["format"] == "sparse-bitmask"
@@ -101,7 +101,7 @@ def test_a_folder_of_two_of_four_says_so_in_its_config(tmp_path):
     x = torch.randn(64, 64)
     x.view(-1, 4)[:, :2] = 0
     source = write_folder(tmp_path / "model", table={"a.weight": x, "b.weight": x.clone()})
-    small, back = round_trip(source, tmp_path)
+    small, back = round_trip(source, tmp_path, "slim", "--preset", "sparse")
     assert config(small)["sparsity_config"] == {
         "format": "sparse-24-bitmask",
         "sparsity_structure": "2:4",
@@ -226,7 +226,9 @@ def test_an_index_can_be_the_source(tmp_path):
     assert run("compress", index, "-o", tmp_path / "small", "-q") == 0
     assert slimtensors.verify(tmp_path / "small", against=source)
     assert others(tmp_path / "small") == others(source)
-    assert config(tmp_path / "small")["quantization_config"]["codecs"] == {"bitmask": 4}
+    assert config(tmp_path / "small")["quantization_config"]["codecs"] == {
+        "bitmask(values=huffman)": 4
+    }
 
 
 def test_the_index_of_a_variant_gives_the_variant(tmp_path):
@@ -236,7 +238,7 @@ def test_the_index_of_a_variant_gives_the_variant(tmp_path):
     index = source / "model.fp16.safetensors.index.json"
     assert run("compress", index, "-o", tmp_path / "small", "-q") == 0
     written = tmp_path / "small" / "model.fp16-00001-of-00002.safetensors"
-    assert "bitmask" in {t.codec for t in slimtensors.inspect(written).tensors}
+    assert "bitmask(values=huffman)" in {t.codec for t in slimtensors.inspect(written).tensors}
     assert {t.dtype for t in slimtensors.inspect(written).tensors} == {"float16"}
 
 

@@ -68,7 +68,7 @@ def test_inspect_prints_json_that_fits_its_schema(source, capsys):
     assert data["files"] == ["x.safetensors"]
     names = [t["name"] for t in data["tensors"]]
     assert names == ["a.weight", "b|c", "none", "0-d", "odd", "tied"]
-    assert data["tensors"][0]["codec"] == "bitmask"
+    assert data["tensors"][0]["codec"] == "bitmask(values=huffman)"
     assert data["tensors"][5]["codec"] == "tied"
     assert data["tensors"][5]["note"] == "is a.weight"
     assert sum(t["stored_bytes"] for t in data["tensors"]) == data["stored_bytes"]
@@ -96,7 +96,8 @@ def test_inspect_shows_parts_and_bounds_if_asked(source, capsys):
     assert head.split()[-2:] == ["bits/item", "bound"]
     bits, bound = map(float, first.split()[-2:])
     assert 0 < bound < bits
-    assert [line.split()[0] for line in lines[:3]] == ["mask", "values", "header"]
+    parts = ["mask", "values.chunks", "values.data", "header"]
+    assert [line.split()[0] for line in lines[:4]] == parts
     assert float(lines[-1].split()[-1]) > 0
 
 
@@ -183,7 +184,7 @@ def test_inspect_prints_a_table(source, capsys):
     assert lines[0].split() == [
         *["tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item"]
     ]
-    assert lines[1].split()[:4] == ["a.weight", "bfloat16", "64x64", "bitmask"]
+    assert lines[1].split()[:4] == ["a.weight", "bfloat16", "64x64", "bitmask(values=huffman)"]
     assert "scalar" in next(line for line in lines if line.startswith("0-d"))
     assert "is a.weight" in next(line for line in lines if line.startswith("tied"))
     assert lines[-1].startswith("total")

@@ -33,7 +33,7 @@ def test_stock_transformers_refuses_a_compressed_folder(tmp_path, dialect, tied,
     source = write_llama(tmp_path / "model", tied=tied, shard=shard)
     small = str(tmp_path / "small")
     assert main(["compress", str(source), "-o", small, "--dialect", dialect, "-q"]) == 0
-    assert "bitmask" in {t.codec for t in slimtensors.inspect(small).tensors}
+    assert "bitmask" in {t.codec.partition("(")[0] for t in slimtensors.inspect(small).tensors}
     refused = load_with_transformers(small)
     assert refused.returncode != 0
     assert "LOADED" not in refused.stdout

@@ -53,7 +53,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def saved(tensors, path):
-    slimtensors.save(tensors, path)
+    slimtensors.save(tensors, path, preset="sparse")
     return path
 
 
@@ -254,7 +254,15 @@ def test_an_error_in_a_function_reaches_the_caller_and_leaves_no_file(tensors, p
     assert not list(path.parent.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [Bitmask(), None, 3, ["sparse"]])
+def test_without_a_preset_it_is_the_smallest_exact_one_that_the_dialect_can_say(tensors, path):
+    for dialect, preset in (("slim", "lossless"), ("compressed-tensors", "sparse")):
+        found = slimtensors.save(tensors, path, dialect=dialect)
+        assert found == slimtensors.save(tensors, path, dialect=dialect, preset=preset)
+        assert estimate(tensors, dialect=dialect).stored_bytes == found.stored_bytes
+        assert same_tensors(slimtensors.load(path), tensors)
+
+
+@pytest.mark.parametrize("wrong", [Bitmask(), 3, ["sparse"]])
 def test_a_preset_of_another_kind_is_a_config_error(tensors, path, wrong):
     with pytest.raises(ConfigError, match="preset"):
         slimtensors.save(tensors, path, preset=wrong)
@@ -310,7 +318,8 @@ def test_the_summary_says_why_a_tensor_stayed_plain(path):
         "some negative": torch.where(torch.arange(4096).view(64, 64) % 20 == 0, -0.0, sparse()),
         "fine": sparse(),
     }
-    notes = {t.name: t.note for t in slimtensors.save(tensors, path).tensors}
+    summary = slimtensors.save(tensors, path, preset="sparse")
+    notes = {t.name: t.note for t in summary.tensors}
     assert "would take" in notes["small"]
     assert "plain takes 12" in notes["small"]
     assert notes["few zeros"] == "too few zeros for a bitmask"
@@ -360,7 +369,8 @@ def test_negative_zeros_are_noted_in_every_dtype_that_has_them(path, dtype):
 
 def test_a_tensor_that_safetensors_cannot_say_is_smaller_as_bitmask_than_as_dense(path):
     x = sparse(keep=0.1).to(torch.complex128)
-    summary = slimtensors.save({"x": x, "y": torch.ones(50, 50, dtype=torch.complex128)}, path)
+    y = torch.ones(50, 50, dtype=torch.complex128)
+    summary = slimtensors.save({"x": x, "y": y}, path, preset="sparse")
     assert [t.codec for t in summary.tensors] == ["bitmask", "dense"]
 
 

@@ -33,7 +33,7 @@ def save(
     tensors: Mapping[str, Any] | Archive,
     path: StrPath,
     *,
-    preset: str | Plan | Chooser = "sparse",
+    preset: str | Plan | Chooser | None = None,
     dialect: str = "slim",
     max_shard_size: int | str | None = None,
     threads: int | None = None,
@@ -43,6 +43,8 @@ def save(
 
     What was there is replaced in one step once everything is written. Tensors come back bit for
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
+    Without a preset it is `lossless`, or `sparse` in the dialect `compressed-tensors`, which can
+    say no more.
 
     A state may also hold numbers, text, dtypes, tuples and the like, which are stored as JSON; what
     would need pickle raises. A tensor that is there in encoded form (`slimtensors.plan.Encoded`) is
@@ -51,7 +53,7 @@ def save(
     return write(
         as_state(tensors),
         path,
-        preset=preset,
+        preset=presets.default(dialect) if preset is None else preset,
         dialect=dialect,
         max_shard_size=max_shard_size,
         threads=threads,
@@ -62,15 +64,16 @@ def save(
 def estimate(
     tensors: Mapping[str, Any] | Archive,
     *,
-    preset: str | Plan | Chooser = "sparse",
+    preset: str | Plan | Chooser | None = None,
     dialect: str = "slim",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Summary:
     """Tell what `save` would store, without writing anything."""
     state, how = as_state(tensors), dialects.find(dialect)
+    choose = presets.find(presets.default(dialect) if preset is None else preset)
     with Workers(threads) as workers:
-        done = _encode_all(state, presets.find(preset), how, workers, progress, lambda pieces: None)
+        done = _encode_all(state, choose, how, workers, progress, lambda pieces: None)
     return _summary(done, state, {})
 
 

@@ -21,8 +21,10 @@ def add_to(verbs: "console.Verbs") -> None:
     )
     console.add_source(verb)
     console.add_target(verb, required=False)
-    verb.add_argument("--preset", help=", ".join(presets.PRESETS))
-    verb.add_argument("--dialect", help=f"{', '.join(dialects.names())} (the default depends)")
+    verb.add_argument(
+        "--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless, exact and small)"
+    )
+    verb.add_argument("--dialect", help=f"{', '.join(dialects.names())} (default: slim)")
     quantize.add_options(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
     dialect = options.dialect or "slim"
     keep = matching(options.only, options.skip)
-    preset = options.preset or "sparse"
+    preset = options.preset or presets.default(dialect)
     choose = limited(presets.find(preset), keep)
     if options.dry_run:
         return estimate(

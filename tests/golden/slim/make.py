@@ -141,7 +141,9 @@ FILES = {
 def write(name: str, path: Path) -> None:
     """Write the golden file (or folder of shards) called `name`."""
     dialect, *_, content = name.split("/")
-    slimtensors.save(CONTENT[content](), path, dialect=dialect, **FILES[name])
+    slimtensors.save(
+        CONTENT[content](), path, dialect=dialect, **{"preset": "sparse"} | FILES[name]
+    )
 
 
 def target(folder: Path, name: str) -> Path:
