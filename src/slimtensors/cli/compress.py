@@ -24,7 +24,9 @@ def add_to(verbs: "console.Verbs") -> None:
     verb.add_argument(
         "--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless, exact and small)"
     )
-    verb.add_argument("--dialect", help=f"{', '.join(dialects.names())} (default: slim)")
+    verb.add_argument(
+        "--dialect", help=f"{', '.join(dialects.names())} (default: slim, or what --quantize needs)"
+    )
     quantize.add_options(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
