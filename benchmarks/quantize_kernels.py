@@ -2,8 +2,8 @@
 
 Claims, by CPU time: W4A16 in groups of 128 is decompressed at least 15 times as fast, into memory
 that is there, and compressed at least 10 times (by rounding to nearest, with scales that are given
-and with finding them); packing of 4-bit integers, likewise, at least 50 times; NVFP4 at least 10 times both
-ways; and none needs more memory than its result and a tenth of the dense tensor.
+and with finding them); packing of 4-bit integers, likewise, at least 50 times; NVFP4 at least 10
+times both ways; and none needs more memory than its result and a tenth of the dense tensor.
 
 Results are the same bits, in fresh memory unless said. The peer's may be fresh or not, as the C
 library's allocator likes: it takes half as long when it gets back what it has just given free.
