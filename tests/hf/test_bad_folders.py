@@ -11,13 +11,13 @@ from hf.tiny import bert, llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import slimtensors
+from slimtensors.delta_folder import diff_folder
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
     MissingDependencyError,
     UnsupportedVersionError,
 )
-from slimtensors.folder import diff_folder
 from slimtensors.integrations.transformers import SlimConfig, SlimQuantizer
 from slimtensors.transformers import compress_folder, enable
 
