@@ -95,15 +95,16 @@ NB_MODULE(_core, m) {
         "bins_fit",
         [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed,
            const std::vector<std::size_t>& widths, const Out& labels, const Out& model) {
-            return bins_fit(items.bytes, {itemsize, exponent_bits, is_signed}, widths, labels.bytes, model.bytes);
+            return bins_fit(items.bytes, {itemsize, exponent_bits, is_signed}, widths, labels.bytes,
+                            model.bytes);
         },
         "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "widths"_a, "labels"_a, "model"_a, no_gil);
     m.def(
         "bins_encode",
         [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed, std::size_t first,
            const In& labels, const In& model, const Out& rows, const Out& data) {
-            return bins_encode(items.bytes, {itemsize, exponent_bits, is_signed}, first, labels.bytes, model.bytes,
-                               rows.bytes, data.bytes);
+            return bins_encode(items.bytes, {itemsize, exponent_bits, is_signed}, first, labels.bytes,
+                               model.bytes, rows.bytes, data.bytes);
         },
         "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "first"_a, "labels"_a, "model"_a, "rows"_a,
         "data"_a, no_gil);

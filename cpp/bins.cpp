@@ -13,7 +13,8 @@ namespace {
 
 [[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
-constexpr std::size_t block = 4096;  // items at a time: what lies between two loops stays in the nearest cache
+constexpr std::size_t block =
+    4096;  // items at a time: what lies between two loops stays in the nearest cache
 static_assert(block % (bins_lanes * most_bins_vectors) == 0);
 
 // Where the chunks lie. Made from checked sizes: nothing that uses it checks bounds again.
@@ -38,9 +39,12 @@ struct RowSpan {
     std::size_t width, first, items;
 
     std::size_t begin() const { return width == 0 ? 0 : first / width; }
-    std::size_t count() const { return width == 0 || items == 0 ? 0 : (first + items - 1) / width + 1 - begin(); }
+    std::size_t count() const {
+        return width == 0 || items == 0 ? 0 : (first + items - 1) / width + 1 - begin();
+    }
 
-    // Call with (row, first of its columns, item, number of items) for each piece of a row within [from, until).
+    // Call with (row, first of its columns, item, number of items) for each piece of a row within [from,
+    // until).
     template <class Call>
     void pieces(std::size_t from, std::size_t until, Call call) const {
         while (from < until) {
@@ -67,13 +71,17 @@ struct Prepared {
                 raw[marked].lower[s] = model.bins[s].lower;
                 const unsigned bits = model.bins[s].bits - raw[marked].drop;
                 raw[marked].bits[s] = static_cast<std::uint8_t>(bits);
-                raw[marked].most = std::max(raw[marked].most, bits);
+                raw[marked].both[s] = static_cast<std::uint16_t>(model.bins[s].lower) | bits << 16;
+                if (is_used(s)) raw[marked].most = std::max(raw[marked].most, bits);
             }
         }
         for (std::size_t r = 0; r < scale_labels; ++r)
             for (std::size_t c = 0; c < scale_labels; ++c) table_of[r][c] = model.table_of_sum[r + c];
     }
 
+    bool is_used(std::size_t symbol) const {
+        return std::ranges::any_of(model.tables, [&](const Codes& codes) { return codes[symbol] != 0; });
+    }
     const RawBins& raw_of(unsigned label) const { return raw[model.width == 0 || label >= scale_labels]; }
 
     std::vector<Frequencies> frequencies() const {
@@ -130,7 +138,8 @@ class ChunkEncoder {
           raw_(bins_chunk * kind.size + 16) {
         const std::vector<Bin>& bins = shared_.model.bins;
         for (std::size_t s = 0; s < bins.size(); ++s) {
-            if (cells_.bits(bins[s].lower) > bins[s].bits) refuse("the model was fitted to items of another kind");
+            if (cells_.bits(bins[s].lower) > bins[s].bits)
+                refuse("the model was fitted to items of another kind");
             for (std::size_t c = cells_.of(bins[s].lower); c <= cells_.of(last_of(bins[s])); ++c)
                 symbol_of_[c] = static_cast<std::uint8_t>(s);
         }
@@ -143,12 +152,13 @@ class ChunkEncoder {
     template <class Word>
     std::size_t encode(Bytes items, const RowSpan& rows, Bytes labels, MutableBytes to) {
         RawWriter raw(raw_.data());
-        rows.pieces(0, rows.items, [&](std::size_t row, std::size_t column, std::size_t from, std::size_t count) {
-            const unsigned label = rows.width == 0 ? 0 : labels[row];
-            shared_.find_contexts(label, column, count, contexts_.data() + from);
-            find_symbols<Word>(items.data() + from * sizeof(Word), count, shared_.raw_of(label),
-                               symbols_.data() + from, raw);
-        });
+        rows.pieces(0, rows.items,
+                    [&](std::size_t row, std::size_t column, std::size_t from, std::size_t count) {
+                        const unsigned label = rows.width == 0 ? 0 : labels[row];
+                        shared_.find_contexts(label, column, count, contexts_.data() + from);
+                        find_symbols<Word>(items.data() + from * sizeof(Word), count, shared_.raw_of(label),
+                                           symbols_.data() + from, raw);
+                    });
         const std::size_t vectors = bins_vectors(rows.items);
         BinsEncoder coder(rows.items + labels.size(), vectors);
         coder.run(tables_, contexts_.data(), Bytes(symbols_).first(rows.items));
@@ -168,8 +178,8 @@ class ChunkEncoder {
 
   private:
     template <class Word>
-    void find_symbols(const std::uint8_t* items, std::size_t count, const RawBins& bins, std::uint8_t* symbols,
-                      RawWriter& raw) const {
+    void find_symbols(const std::uint8_t* items, std::size_t count, const RawBins& bins,
+                      std::uint8_t* symbols, RawWriter& raw) const {
         const Mapping mapping = shared_.model.mapping;
         for (std::size_t i = 0; i < count; ++i) {
             const Word number = mapped(load<Word>(items + i * sizeof(Word)), mapping);
@@ -252,8 +262,7 @@ class ChunkDecoder {
 
         labels_.resize(rows.count());
         zeros_.resize(rows.count());
-        if (rows.width != 0)
-            coder.run(label_slots_.data(), zeros_.data(), labels_.size(), labels_.data());
+        if (rows.width != 0) coder.run(label_slots_.data(), zeros_.data(), labels_.size(), labels_.data());
         for (std::size_t from = 0; from < rows.items; from += block) {
             const std::size_t until = std::min(from + block, rows.items);
             rows.pieces(from, until,
@@ -275,22 +284,24 @@ class ChunkDecoder {
     class Raw {
       public:
         explicit Raw(Bytes bytes) : bytes_(bytes), reader_{bytes.data(), 0, 0} {
-            if (bytes.size() > raw_margin) reader_.bits = 8 * (bytes.size() - raw_margin);
+            if (bytes.size() > raw_margin)
+                reader_.bits = 8 * (bytes.size() - raw_margin);
+            else
+                copy_tail();
         }
 
         void items(const RawBins& bins, Mapping mapping, std::size_t itemsize, const std::uint8_t* symbols,
                    std::size_t count, std::uint8_t* to) {
-            const std::size_t done = bins_kernels().items(bins, mapping, itemsize, symbols, count, reader_, to);
-            if (done == count) return;
-            if (!in_tail_) {
-                const std::size_t from = reader_.bit / 8, left = bytes_.size() - from;
-                std::memcpy(tail_.data(), bytes_.data() + from, left);
-                reader_ = {tail_.data(), reader_.bit % 8, 8 * left + 64};
-                left_ = 8 * left;
-                in_tail_ = true;
-                return items(bins, mapping, itemsize, symbols + done, count - done, to + done * itemsize);
+            const auto run = [&](std::size_t from) {
+                return from + bins_kernels().items(bins, mapping, itemsize, symbols + from, count - from,
+                                                   reader_, to + from * itemsize);
+            };
+            std::size_t done = run(0);
+            if (done < count && !in_tail_) {
+                copy_tail();
+                done = run(done);
             }
-            refuse("a chunk has too few raw bits");
+            if (done < count) refuse("a chunk has too few raw bits");
         }
 
         void finish() const {
@@ -302,6 +313,15 @@ class ChunkDecoder {
         }
 
       private:
+        // What a kernel reads behind the last bit is zero, and noticed at the end.
+        void copy_tail() {
+            const std::size_t from = reader_.bit / 8, left = bytes_.size() - from;
+            std::memcpy(tail_.data(), bytes_.data() + from, left);
+            reader_ = {tail_.data(), reader_.bit % 8, 8 * left + 64};
+            left_ = 8 * left;
+            in_tail_ = true;
+        }
+
         Bytes bytes_;
         RawReader reader_;
         std::size_t left_ = 0;

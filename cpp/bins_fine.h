@@ -19,8 +19,8 @@ inline Word mapped(Word item, Mapping mapping) {
     return item;
 }
 
-// The finest bins that a fit considers, its cells. Floats are logarithms already, so their cells are all of one size;
-// those of integers grow with them, with eight bits of precision.
+// The finest bins that a fit considers, its cells. Floats are logarithms already, so their cells are all of
+// one size; those of integers grow with them, with eight bits of precision.
 struct Cells {
     bool growing;
     unsigned shift;  // of cells of one size

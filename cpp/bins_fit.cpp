@@ -77,12 +77,11 @@ Merged merge(std::vector<Counts> counts) {
     return merged;
 }
 
-// Bins for items that fall into cells so often: ranges are halved as long as that saves more bits than it takes to
-// say so. Counts are those up to a cell, for each table.
+// Bins for items that fall into cells so often: ranges are halved as long as that saves more bits than it
+// takes to say so. Counts are those up to a cell, for each table.
 class Halving {
   public:
-    Halving(const Cells& cells, std::span<const Counts> counts, double dear)
-        : cells_(cells), dear_(dear) {
+    Halving(const Cells& cells, std::span<const Counts> counts, double dear) : cells_(cells), dear_(dear) {
         for (const Counts& one : counts) {
             upto_.emplace_back(1, 0u);
             for (const std::uint32_t n : one) upto_.back().push_back(upto_.back().back() + n);
@@ -136,9 +135,8 @@ class Fit {
         choose_rows(widths);
         choose_drop();
         const Cells cells(kind_, model_.mapping, model_.drop);
-        const std::vector<Counts> counts =
-            count(cells, 0, labels_, 1, model_.table_of_sum.back() + 1u,
-                  [&](std::size_t sum) { return model_.table_of_sum[sum]; });
+        const std::vector<Counts> counts = count(cells, 0, labels_, 1, model_.table_of_sum.back() + 1u,
+                                                 [&](std::size_t sum) { return model_.table_of_sum[sum]; });
         double bits = choose_bins(cells, counts);
         if (model_.width != 0) {
             Counts of_labels(row_labels);
@@ -150,7 +148,8 @@ class Fit {
         for (const Counts& one : counts) add_table(cells, one);
         std::size_t dropping = model_.width == 0 ? count_ : 0;
         for (std::size_t r = 0; r < labels_.rows.size(); ++r)
-            if (labels_.rows[r] >= scale_labels) dropping += std::min(model_.width, count_ - r * model_.width);
+            if (labels_.rows[r] >= scale_labels)
+                dropping += std::min(model_.width, count_ - r * model_.width);
         bits -= static_cast<double>(dropping) * model_.drop;
         if (bits > 8.0 * static_cast<double>(items_.size())) return std::nullopt;
         return std::move(model_);
@@ -217,7 +216,8 @@ class Fit {
             for (const Use use : {Use{true, true}, Use{true, false}, Use{false, true}}) {
                 Labels labels = label_scales(scales, use);
                 const Merged merged = estimate(labels);
-                const double bits = merged.bits + label_bits(labels.rows) + label_bits(labels.columns) + row_cost;
+                const double bits =
+                    merged.bits + label_bits(labels.rows) + label_bits(labels.columns) + row_cost;
                 if (without - bits <= saved_) continue;
                 saved_ = without - bits;
                 labels_ = std::move(labels);
@@ -282,14 +282,15 @@ class Fit {
 };
 
 template <class Word>
-std::size_t fit_as(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths, MutableBytes labels,
-                   MutableBytes model) {
+std::size_t fit_as(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths,
+                   MutableBytes labels, MutableBytes model) {
     Fit<Word> fit(items, kind);
     const std::optional<BinsModel> found = fit.run(widths);
     if (!found) return 0;
     const std::vector<std::uint8_t> packed = pack_bins_model(*found);
     if (packed.size() >= items.size()) return 0;
-    if (packed.size() > model.size() || fit.labels().size() > labels.size()) refuse("too little room for a model");
+    if (packed.size() > model.size() || fit.labels().size() > labels.size())
+        refuse("too little room for a model");
     std::ranges::copy(packed, model.begin());
     std::ranges::copy(fit.labels(), labels.begin());
     return packed.size();
@@ -302,8 +303,8 @@ std::size_t bins_model_bound(std::span<const std::size_t> widths) {
     return (most_tables + 1) * most_bins * 3 + 2 * widest + 1024;
 }
 
-std::size_t bins_fit(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths, MutableBytes labels,
-                     MutableBytes model) {
+std::size_t bins_fit(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths,
+                     MutableBytes labels, MutableBytes model) {
     if (!std::has_single_bit(kind.size) || kind.size > 8) refuse("itemsize must be 1, 2, 4 or 8");
     if (items.size() % kind.size != 0) refuse("items are not a whole number of items");
     if (kind.exponent_bits >= 8 * kind.size || kind.exponent_bits > 11) refuse("too many exponent bits");

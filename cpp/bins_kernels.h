@@ -3,20 +3,20 @@
 
 namespace slimtensors {
 
-// The coder of bins.h is rANS. A state lies in [2^16, 2^32) and takes in 16-bit words; frequencies are in units
-// of 2^-12. Symbol i of a run belongs to state i mod (8 vectors), and all states read from one stream of words,
-// in the order in which they need them.
+// The coder of bins.h is rANS. A state lies in [2^16, 2^32) and takes in 16-bit words; frequencies are in
+// units of 2^-12. Symbol i of a run belongs to state i mod (8 vectors), and all states read from one stream
+// of words, in the order in which they need them.
 inline constexpr std::uint32_t lowest_bins_state = 1u << 16;
-inline constexpr std::size_t bins_lanes = 8, most_bins_vectors = 4;
+inline constexpr std::size_t bins_lanes = 8, most_bins_vectors = 8;
 inline constexpr std::size_t bins_vector_words = bins_lanes * 2;  // bytes that a vector takes in at most
 
 // More states are faster but cost two bytes each, so short chunks use fewer.
 constexpr std::size_t bins_vectors(std::size_t items) {
-    return items < std::size_t{1} << 13 ? 1 : items < std::size_t{1} << 16 ? 2 : most_bins_vectors;
+    return items < std::size_t{1} << 13 ? 1 : items < std::size_t{1} << 16 ? 4 : most_bins_vectors;
 }
 
-// A slot of a decoding table: symbol in bits 0 to 7, its frequency less one in bits 8 to 19, and how far the slot
-// lies from the symbol's first one in bits 20 to 31.
+// A slot of a decoding table: symbol in bits 0 to 7, its frequency less one in bits 8 to 19, and how far the
+// slot lies from the symbol's first one in bits 20 to 31.
 using Slots = std::vector<std::uint32_t>;
 void append_slots(std::span<const std::uint16_t> frequencies, Slots& slots);
 
@@ -29,7 +29,8 @@ struct RawReader {
 struct RawBins {
     std::array<std::uint64_t, most_bins> lower;
     std::array<std::uint8_t, most_bins> bits;
-    unsigned most;  // of these bits
+    std::array<std::uint32_t, most_bins> both;  // for items of two bytes: `lower`, and from bit 16 on `bits`
+    unsigned most;                              // bits that a symbol of any table has
     unsigned drop;
 };
 

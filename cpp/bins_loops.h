@@ -1,5 +1,5 @@
-// Loops that are compiled once for each kind of processor. `Unit` is a type in an unnamed namespace, which keeps the
-// code there: the linker cannot mix it with code for other processors.
+// Loops that are compiled once for each kind of processor. `Unit` is a type in an unnamed namespace, which
+// keeps the code there: the linker cannot mix it with code for other processors.
 #pragma once
 #include "bins_kernels.h"
 

@@ -65,8 +65,9 @@ class BitReader {
     std::size_t used_ = 0;
 };
 
-// What the code of a frequency probably is: like that of the symbol before in the first table, where a bin that is
-// twice as wide is twice as frequent, and like that of the same symbol in the table before in the others.
+// What the code of a frequency probably is: like that of the symbol before in the first table, where a bin
+// that is twice as wide is twice as frequent, and like that of the same symbol in the table before in the
+// others.
 class Guess {
   public:
     Guess(std::span<const Bin> bins, const Codes* before) : bins_(bins), before_(before) {}
@@ -75,7 +76,8 @@ class Guess {
         const int last = i > 0 ? codes[i - 1] : 0;
         if (before_ == nullptr) {
             if (last == 0) return 0;
-            const int wider = bins_.empty() ? 0 : static_cast<int>(bins_[i].bits) - static_cast<int>(bins_[i - 1].bits);
+            const int wider =
+                bins_.empty() ? 0 : static_cast<int>(bins_[i].bits) - static_cast<int>(bins_[i - 1].bits);
             return clamped(last + 8 * wider);
         }
         const int same = (*before_)[i];
@@ -209,8 +211,9 @@ BinsModel unpack_bins_model(Bytes bytes, std::size_t itemsize) {
     model.width = bits.take(width_bits);
     take_bins(bits, 0, static_cast<unsigned>(8 * itemsize), model.bins);
     const unsigned needs = model.drop + (model.mapping == Mapping::sign_last);
-    if (model.drop != 0 && (model.mapping == Mapping::zigzag ||
-                            std::ranges::any_of(model.bins, [&](const Bin& bin) { return bin.bits < needs; })))
+    if (model.drop != 0 &&
+        (model.mapping == Mapping::zigzag ||
+         std::ranges::any_of(model.bins, [&](const Bin& bin) { return bin.bits < needs; })))
         refuse("a model drops bits that its bins need");
     if (model.width != 0) {
         if (model.width < narrowest_row) refuse("a model has rows that are too narrow");

@@ -7,7 +7,7 @@
 namespace slimtensors {
 
 inline constexpr std::size_t most_bins = 256, most_tables = 16, scale_labels = 16;
-inline constexpr std::size_t row_labels = 2 * scale_labels;          // with and without dropped bits
+inline constexpr std::size_t row_labels = 2 * scale_labels;  // with and without dropped bits
 inline constexpr std::size_t label_sums = 2 * scale_labels - 1;
 inline constexpr std::size_t narrowest_row = 8, widest_row = std::size_t{1} << 20;
 inline constexpr unsigned frequency_bits = 12;
@@ -34,10 +34,12 @@ inline std::uint64_t last_of(const Bin& bin) {
 using Frequencies = std::vector<std::uint16_t>;  // of all symbols, together `frequency_unit`
 using Codes = std::vector<std::uint8_t>;         // frequencies as they are stored
 
-// All that the chunks of a tensor share. An item's table is table_of_sum[label of its row + label of its column].
+// All that the chunks of a tensor share. An item's table is table_of_sum[label of its row + label of its
+// column].
 struct BinsModel {
     Mapping mapping = Mapping::plain;
-    unsigned drop = 0;      // low bits, but for a sign there, that are zero in marked rows; in all if there are none
+    unsigned drop =
+        0;  // low bits, but for a sign there, that are zero in marked rows; in all if there are none
     std::size_t width = 0;  // items of a row; 0: there are no rows
     std::vector<Bin> bins;  // in order, without gaps
     std::vector<Codes> tables;
@@ -53,7 +55,8 @@ constexpr std::uint32_t frequency_of(unsigned code) {
 inline constexpr unsigned highest_code = 80;
 static_assert(frequency_of(highest_code) == frequency_unit);
 
-// Nearest codes for counts; the most frequent symbol takes what the others leave. Counts must not be all zero.
+// Nearest codes for counts; the most frequent symbol takes what the others leave. Counts must not be all
+// zero.
 Codes frequency_codes(std::span<const std::uint32_t> counts);
 // Throws std::invalid_argument if they leave nothing.
 Frequencies frequencies_from(std::span<const std::uint8_t> codes);

@@ -68,17 +68,20 @@ BinsEncoder::BinsEncoder(std::size_t symbols, std::size_t vectors)
 
 void BinsEncoder::run(std::span<const Frequencies> tables, const std::uint8_t* contexts, Bytes symbols) {
     const std::vector<Step> steps = make_steps(tables);
+    const std::size_t lane = lanes_ - 1;  // a mask: there are 8, 16 or 32
+    auto states = states_;                // a copy, which storing words cannot change
     std::uint8_t* at = words_.data() + at_;
     for (std::size_t i = symbols.size(); i-- > 0;) {
         const Step& step = steps[(contexts ? contexts[i] : 0u) * most_bins + symbols[i]];
         if (step.inverse == 0) refuse("a symbol has no frequency: items were changed since the fit");
-        std::uint32_t state = states_[i % lanes_];
+        std::uint32_t state = states[i & lane];
         const bool full = state > step.highest;
         store(at - 2, static_cast<std::uint16_t>(state));
         at -= full ? 2 : 0;
         state = full ? state >> 16 : state;
-        states_[i % lanes_] = step.apply(state);
+        states[i & lane] = step.apply(state);
     }
+    states_ = states;
     at_ = static_cast<std::size_t>(at - words_.data());
 }
 
@@ -94,8 +97,8 @@ void BinsDecoder::run(const std::uint32_t* slots, const std::uint8_t* contexts, 
                       std::uint8_t* symbols) {
     const std::size_t lanes = vectors_ * bins_lanes;
     const auto decode = [&](const BinsKernels& kernels, std::size_t from, std::size_t until) {
-        return from + kernels.symbols(slots, contexts + from, until - from, vectors_, states_.data(), next_, end_,
-                                      symbols + from);
+        return from + kernels.symbols(slots, contexts + from, until - from, vectors_, states_.data(), next_,
+                                      end_, symbols + from);
     };
     const auto decode_all = [&](std::size_t from) {
         const std::size_t whole = count / lanes * lanes;

@@ -3,7 +3,8 @@
 
 namespace slimtensors {
 
-// Codes symbols backwards, the last one first, because the decoder takes the states apart in the opposite order.
+// Codes symbols backwards, the last one first, because the decoder takes the states apart in the opposite
+// order.
 class BinsEncoder {
   public:
     BinsEncoder(std::size_t symbols, std::size_t vectors);
@@ -28,7 +29,8 @@ class BinsDecoder {
     BinsDecoder(Bytes states, Bytes words, std::size_t vectors);
 
     // A run; all but the last of consecutive calls for one run have a multiple of 8 * vectors symbols.
-    void run(const std::uint32_t* slots, const std::uint8_t* contexts, std::size_t count, std::uint8_t* symbols);
+    void run(const std::uint32_t* slots, const std::uint8_t* contexts, std::size_t count,
+             std::uint8_t* symbols);
     // Refuse unless everything was used up.
     void finish() const;
 

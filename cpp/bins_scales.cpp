@@ -8,7 +8,8 @@
 namespace slimtensors {
 namespace {
 
-// What is added up: the magnitude of a float, and the bits of an integer, whose magnitudes differ too much for that.
+// What is added up: the magnitude of a float, and the bits of an integer, whose magnitudes differ too much
+// for that.
 template <class Word>
 class Measure {
   public:
@@ -25,11 +26,14 @@ class Measure {
             return static_cast<float>(std::bit_width(positive));
         }
         const auto magnitude = static_cast<Word>(static_cast<Word>(item << 1) >> 1);
-        if (magnitude >> mantissa_bits_ == (Word{1} << exponent_bits_) - 1) return 0;  // infinite, or no number
+        if (magnitude >> mantissa_bits_ == (Word{1} << exponent_bits_) - 1)
+            return 0;  // infinite, or no number
         if constexpr (sizeof(Word) == 8)
-            return static_cast<float>(std::min(std::bit_cast<double>(magnitude), double{FLT_MAX} / (1 << 24)));
+            return static_cast<float>(
+                std::min(std::bit_cast<double>(magnitude), double{FLT_MAX} / (1 << 24)));
         else
-            return std::bit_cast<float>(static_cast<std::uint32_t>(magnitude) << (23 - mantissa_bits_)) * unit_;
+            return std::bit_cast<float>(static_cast<std::uint32_t>(magnitude) << (23 - mantissa_bits_)) *
+                   unit_;
     }
 
     float logarithm(double sum, std::size_t count) const {

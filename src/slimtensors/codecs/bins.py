@@ -1,6 +1,6 @@
 """Any tensor: each item as a bin, in as few bits as bins of its row and column need, and the rest.
 
-Smaller than `huffman` and slower: for floats it codes as many bits of the mantissa as tell anything.
+Smaller than `huffman` and slower: of floats it codes as many bits as tell anything.
 """
 
 import math
@@ -170,6 +170,7 @@ class _Stream:
         stream = parts["stream"]
         if stream.dtype is not torch.uint8 or stream.dim() != 1:
             raise CorruptFileError("a stream of bins must be bytes")
+        stream = as_bytes(stream)
         kind = _kind(like.dtype)
         chunks = -(-like.nbytes // (_CHUNK * kind.size))
         if stream.numel() < _HEAD.size + _ROW * chunks:
