@@ -56,9 +56,11 @@ const BinsKernels& bins_kernels() {
 }
 
 void append_slots(std::span<const std::uint16_t> frequencies, Slots& slots) {
-    for (std::size_t symbol = 0; symbol < frequencies.size(); ++symbol)
+    slots.resize(slots.size() + frequency_unit);
+    std::uint32_t* at = slots.data() + slots.size() - frequency_unit;
+    for (std::uint32_t symbol = 0; symbol < frequencies.size(); ++symbol)
         for (std::uint32_t k = 0; k < frequencies[symbol]; ++k)
-            slots.push_back(static_cast<std::uint32_t>(symbol) | (frequencies[symbol] - 1u) << 8 | k << 20);
+            *at++ = symbol | (frequencies[symbol] - 1u) << 8 | k << 20;
 }
 
 BinsEncoder::BinsEncoder(std::size_t symbols, std::size_t vectors)

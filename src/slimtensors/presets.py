@@ -87,6 +87,8 @@ _TOLERATED = 0.03
 
 _SAMPLE = 1 << 18
 """Items that are coded to see which codec makes a tensor smaller."""
+_DESCRIBED = 64
+"""Bytes that a file takes to describe a part."""
 
 
 def _coded(x: Tensor, effort: Effort) -> Choice:
@@ -96,7 +98,7 @@ def _coded(x: Tensor, effort: Effort) -> Choice:
     many = 0.6 if x.element_size() == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
         return Choice(Plan(_smallest(x) if effort == "max" else Huffman()))
-    values = _smallest(Bitmask().encode(_some(x))["values"]) if effort == "max" else Huffman()
+    values = _smallest(Bitmask().encode(x)["values"]) if effort == "max" else Huffman()
     mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
     plan = Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(values)})
     return Choice(plan, _negative_zeros(zeros))
@@ -107,7 +109,7 @@ def _smallest(x: Tensor) -> Codec:
     sample = _some(x)
 
     def size(codec: Codec) -> int:
-        return sum(part.nbytes for part in codec.encode(sample).values())
+        return sum(part.nbytes + _DESCRIBED for part in codec.encode(sample).values())
 
     codecs: tuple[Codec, ...] = (Huffman(), Bins())
     return min(codecs, key=size)
