@@ -71,7 +71,8 @@ struct Prepared {
                 raw[marked].lower[s] = model.bins[s].lower;
                 const unsigned bits = model.bins[s].bits - raw[marked].drop;
                 raw[marked].bits[s] = static_cast<std::uint8_t>(bits);
-                raw[marked].both[s] = static_cast<std::uint16_t>(model.bins[s].lower) | bits << 16;
+                raw[marked].low[s] = static_cast<std::uint32_t>(model.bins[s].lower);
+                if (itemsize == 2) raw[marked].low[s] |= bits << 16;
                 if (is_used(s)) raw[marked].most = std::max(raw[marked].most, bits);
             }
         }

@@ -111,6 +111,23 @@ std::size_t decode_symbols(const std::uint32_t* slots, const std::uint8_t* conte
     return decode(slots, contexts, count, states, next, end, symbols);
 }
 
+// Which four bytes of its half a lane needs to read from a bit on.
+inline __m256i four_bytes_at(__m256i bit) {
+    const __m256i four_times = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0,
+                                                0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    return _mm256_add_epi8(_mm256_shuffle_epi8(_mm256_srli_epi32(bit, 3), four_times),
+                           _mm256_set1_epi32(0x03020100));
+}
+
+template <bool before_sign, bool drops>
+inline __m256i undropped(__m256i value, unsigned drop) {
+    const __m128i by = _mm_cvtsi32_si128(static_cast<int>(drop + before_sign));
+    if constexpr (before_sign)
+        return _mm256_or_si256(_mm256_sll_epi32(_mm256_srli_epi32(value, 1), by),
+                               _mm256_and_si256(value, _mm256_set1_epi32(1)));
+    return drops ? _mm256_sll_epi32(value, by) : value;
+}
+
 // Where eight items of two bytes find their raw bits, if none has more than 13: all in one load of 16 bytes.
 struct RawWindow {
     const std::uint8_t* bytes;
@@ -121,7 +138,7 @@ constexpr unsigned most_in_window = 13;
 template <bool drops_before_sign, bool drops>
 inline __m256i eight_numbers(const RawBins& bins, const std::uint8_t* symbols, RawWindow& raw) {
     const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
-    const __m256i both = _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.both.data()), index, 4);
+    const __m256i both = _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
     const __m256i bits = _mm256_srli_epi32(both, 16);
     // How many bits the items up to each one have.
     __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));
@@ -131,10 +148,7 @@ inline __m256i eight_numbers(const RawBins& bins, const std::uint8_t* symbols, R
     const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(upto, bits), raw.bit);
     const __m256i bytes =
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(raw.bytes)));
-    const __m256i four = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0, 0, 4,
-                                          4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
-    const __m256i first = _mm256_shuffle_epi8(_mm256_srli_epi32(at, 3), four);
-    const __m256i words = _mm256_shuffle_epi8(bytes, _mm256_add_epi8(first, _mm256_set1_epi32(0x03020100)));
+    const __m256i words = _mm256_shuffle_epi8(bytes, four_bytes_at(at));
     const __m256i seven = _mm256_set1_epi32(7), one = _mm256_set1_epi32(1);
     __m256i value = _mm256_srlv_epi32(words, _mm256_and_si256(at, seven));
     value = _mm256_and_si256(value, _mm256_sub_epi32(_mm256_sllv_epi32(one, bits), one));
@@ -142,12 +156,7 @@ inline __m256i eight_numbers(const RawBins& bins, const std::uint8_t* symbols, R
     const __m256i end = _mm256_add_epi32(_mm256_permutevar8x32_epi32(upto, seven), raw.bit);
     raw.bit = _mm256_and_si256(end, seven);
     raw.bytes += static_cast<unsigned>(_mm256_cvtsi256_si32(end)) / 8;
-    if constexpr (drops_before_sign)
-        value = _mm256_or_si256(
-            _mm256_sll_epi32(_mm256_srli_epi32(value, 1), _mm_cvtsi32_si128(static_cast<int>(bins.drop + 1))),
-            _mm256_and_si256(value, one));
-    else if constexpr (drops)
-        value = _mm256_sll_epi32(value, _mm_cvtsi32_si128(static_cast<int>(bins.drop)));
+    value = undropped<drops_before_sign, drops>(value, bins.drop);
     return _mm256_add_epi32(_mm256_and_si256(both, _mm256_set1_epi32(0xffff)), value);
 }
 
@@ -174,18 +183,72 @@ std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size
     return i;
 }
 
+constexpr unsigned most_in_half = 25;  // four items, each within 32 bits from the byte on where it begins
+
+template <Mapping mapping, bool drops>
+std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size_t count, RawReader& reader,
+                     std::uint8_t* items) {
+    constexpr bool before_sign = drops && mapping == Mapping::sign_last;
+    const __m256i one = _mm256_set1_epi32(1), seven = _mm256_set1_epi32(7);
+    RawReader raw = reader;
+    std::size_t i = 0;
+    for (; i + 8 <= count && raw.bits >= raw.bit + 8 * most_in_half; i += 8) {
+        const __m256i index =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols + i)));
+        const __m256i low = _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
+        const __m256i bits =
+            _mm256_and_si256(_mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.bits.data()), index, 1),
+                             _mm256_set1_epi32(255));
+        __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));  // in its half
+        upto = _mm256_add_epi32(upto, _mm256_slli_si256(upto, 8));
+        const std::size_t middle = raw.bit + static_cast<unsigned>(_mm256_extract_epi32(upto, 3));
+        const __m256i bytes = _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(raw.bytes + middle / 8),
+                                                  reinterpret_cast<const __m128i*>(raw.bytes + raw.bit / 8));
+        const __m256i before = _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(middle % 8)),
+                                                _mm_set1_epi32(static_cast<int>(raw.bit % 8)));
+        const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(upto, bits), before);
+        __m256i value =
+            _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, four_bytes_at(at)), _mm256_and_si256(at, seven));
+        value = _mm256_and_si256(value, _mm256_sub_epi32(_mm256_sllv_epi32(one, bits), one));
+        raw.bit = middle + static_cast<unsigned>(_mm256_extract_epi32(upto, 7));
+        __m256i item = _mm256_add_epi32(low, undropped<before_sign, drops>(value, bins.drop));
+        if constexpr (mapping == Mapping::sign_last)
+            item = _mm256_or_si256(_mm256_srli_epi32(item, 1), _mm256_slli_epi32(item, 31));
+        if constexpr (mapping == Mapping::zigzag)
+            item = _mm256_xor_si256(_mm256_srli_epi32(item, 1),
+                                    _mm256_srai_epi32(_mm256_slli_epi32(item, 31), 31));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(items + 4 * i), item);
+    }
+    reader.bit = raw.bit;
+    return i;
+}
+
+// The kernel for a mapping; `Loop` has one for each.
+template <class Loop>
+constexpr auto choose(Mapping mapping, bool drops) {
+    using enum Mapping;
+    if (mapping == zigzag) return Loop::template run<zigzag, false>;
+    if (mapping == sign_last)
+        return drops ? Loop::template run<sign_last, true> : Loop::template run<sign_last, false>;
+    return drops ? Loop::template run<plain, true> : Loop::template run<plain, false>;
+}
+
+struct Pairs {
+    template <Mapping mapping, bool drops>
+    static constexpr auto run = pairs_as<mapping, drops>;
+};
+struct Quads {
+    template <Mapping mapping, bool drops>
+    static constexpr auto run = quads_as<mapping, drops>;
+};
+
 std::size_t make_items(const RawBins& bins, Mapping mapping, std::size_t itemsize,
                        const std::uint8_t* symbols, std::size_t count, RawReader& raw, std::uint8_t* items) {
-    using enum Mapping;
     std::size_t done = 0;
-    if (itemsize == 2 && bins.most <= most_in_window) {
-        const auto run = mapping == zigzag ? pairs_as<zigzag, false>
-                         : mapping == sign_last
-                             ? bins.drop != 0 ? pairs_as<sign_last, true> : pairs_as<sign_last, false>
-                         : bins.drop != 0 ? pairs_as<plain, true>
-                                          : pairs_as<plain, false>;
-        done = run(bins, symbols, count, raw, items);
-    }
+    if (itemsize == 2 && bins.most <= most_in_window)
+        done = choose<Pairs>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
+    else if (itemsize == 4 && bins.most <= most_in_half)
+        done = choose<Quads>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
     return done + BinsLoops<Avx2>::items(bins, mapping, itemsize, symbols + done, count - done, raw,
                                          items + done * itemsize);
 }

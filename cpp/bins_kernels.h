@@ -28,9 +28,9 @@ struct RawReader {
 // What to add to the raw bits of a bin, and how many these are.
 struct RawBins {
     std::array<std::uint64_t, most_bins> lower;
-    std::array<std::uint8_t, most_bins> bits;
-    std::array<std::uint32_t, most_bins> both;  // for items of two bytes: `lower`, and from bit 16 on `bits`
-    unsigned most;                              // bits that a symbol of any table has
+    std::array<std::uint8_t, most_bins + 3> bits;  // with room to read 32 bits at the last one
+    std::array<std::uint32_t, most_bins> low;      // half of `lower`; for items of two bytes, above it `bits`
+    unsigned most;                                 // bits that a symbol of any table has
     unsigned drop;
 };
 
