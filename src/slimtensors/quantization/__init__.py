@@ -1,5 +1,6 @@
 """Quantization: weights and activations as small integers or floats."""
 
+from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import (
     ActivationOrdering,
     QuantizationArgs,
@@ -9,6 +10,7 @@ from slimtensors.quantization.args import (
 
 __all__ = [
     "ActivationOrdering",
+    "Params",
     "QuantizationArgs",
     "QuantizationStrategy",
     "QuantizationType",
