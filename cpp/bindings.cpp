@@ -1,6 +1,8 @@
 // The only file that knows Python. It turns arrays into spans, drops the GIL, and calls the core.
 // Signatures and docstrings for users are in src/slimtensors/_core.pyi.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bindings_bytes.h"
 #include "bitmask.h"
@@ -12,6 +14,7 @@
 #include "gaps.h"
 #include "huffman.h"
 #include "mask24.h"
+#include "quantize.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -144,4 +147,50 @@ NB_MODULE(_core, m) {
             density_decode(coded.bytes, rows.bytes, columns.bytes, chances.bytes, mask.bytes);
         },
         "coded"_a, "rows"_a, "columns"_a, "chances"_a, "mask"_a, no_gil);
+
+    m.def(
+        "find_ranges",
+        [](const In& items, std::string_view kind, std::size_t row, std::size_t columns, const Out& low,
+           const Out& high) {
+            find_ranges(items.bytes, number_named(kind), row, columns, low.bytes, high.bytes);
+        },
+        "items"_a, "kind"_a, "row"_a, "columns"_a, "low"_a, "high"_a, no_gil);
+    m.def(
+        "quantize",
+        [](const In& items, std::string_view kind, std::string_view steps, const In& scales,
+           std::string_view scale_kind, float divisor, const In& zero_points,
+           std::tuple<std::size_t, std::size_t, std::size_t> blocks, std::string_view codes_kind,
+           unsigned bits, const Out& codes) {
+            const auto [row, columns, rows] = blocks;
+            return quantize(items.bytes, number_named(kind), number_named(steps),
+                            {scales.bytes, number_named(scale_kind), divisor, zero_points.bytes},
+                            {row, columns, rows}, codes_named(codes_kind, bits), codes.bytes);
+        },
+        "items"_a, "kind"_a, "steps"_a, "scales"_a, "scale_kind"_a, "divisor"_a, "zero_points"_a, "blocks"_a,
+        "codes_kind"_a, "bits"_a, "codes"_a, no_gil);
+    m.def(
+        "dequantize",
+        [](const In& codes, std::string_view codes_kind, unsigned bits, const In& scales,
+           std::string_view scale_kind, float divisor, const In& zero_points,
+           std::tuple<std::size_t, std::size_t, std::size_t> blocks, std::string_view kind,
+           const Out& items) {
+            const auto [row, columns, rows] = blocks;
+            dequantize(codes.bytes, codes_named(codes_kind, bits),
+                       {scales.bytes, number_named(scale_kind), divisor, zero_points.bytes},
+                       {row, columns, rows}, number_named(kind), items.bytes);
+        },
+        "codes"_a, "codes_kind"_a, "bits"_a, "scales"_a, "scale_kind"_a, "divisor"_a, "zero_points"_a,
+        "blocks"_a, "kind"_a, "items"_a, no_gil);
+    m.def(
+        "pack_codes",
+        [](const In& codes, unsigned bits, std::size_t row, const Out& words) {
+            pack_codes(codes.bytes, bits, row, words.bytes);
+        },
+        "codes"_a, "bits"_a, "row"_a, "words"_a, no_gil);
+    m.def(
+        "unpack_codes",
+        [](const In& words, unsigned bits, std::size_t row, const Out& codes) {
+            unpack_codes(words.bytes, bits, row, codes.bytes);
+        },
+        "words"_a, "bits"_a, "row"_a, "codes"_a, no_gil);
 }

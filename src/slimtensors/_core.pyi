@@ -151,3 +151,52 @@ def density_decode(
     coded: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, mask: MutableBuffer
 ) -> None:
     """Undo `density_encode`. Most damage is noticed, not all; `mask` is then unspecified."""
+
+def find_ranges(
+    items: Buffer, kind: str, row: int, columns: int, low: MutableBuffer, high: MutableBuffer
+) -> None:
+    """Write the least and the greatest item of every run of `columns` items of a row.
+
+    Here and below, kinds are names of dtypes: items float32, float16 or bfloat16, scales also
+    float8_e4m3fn and float8_e8m0fnu. What is not finite lies beyond all numbers.
+    """
+
+def quantize(
+    items: Buffer,
+    kind: str,
+    steps: str,
+    scales: Buffer,
+    scale_kind: str,
+    divisor: float,
+    zero_points: Buffer,
+    blocks: tuple[int, int, int],
+    codes_kind: str,
+    bits: int,
+    codes: MutableBuffer,
+) -> bool:
+    """Divide by scale over divisor, add the zero point, clamp and round; tell if all was finite.
+
+    `blocks` are the items of a row, and the columns and rows that share a scale. Zero points are
+    int8, or none. Codes are "int" (one per byte), "packed" (rows of 32-bit words), "fp4" or "fp8".
+    The first two steps round to the kind `steps`.
+    """
+
+def dequantize(
+    codes: Buffer,
+    codes_kind: str,
+    bits: int,
+    scales: Buffer,
+    scale_kind: str,
+    divisor: float,
+    zero_points: Buffer,
+    blocks: tuple[int, int, int],
+    kind: str,
+    items: MutableBuffer,
+) -> None:
+    """Subtract the zero point, multiply, and round once, to `kind`."""
+
+def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None:
+    """Pack int8 codes without gaps, the lowest one as 0; each row starts on a new 32-bit word."""
+
+def unpack_codes(words: Buffer, bits: int, row: int, codes: MutableBuffer) -> None:
+    """Undo `pack_codes`; bits past the end of a row are ignored."""

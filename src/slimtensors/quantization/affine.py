@@ -15,6 +15,8 @@ from torch import Tensor
 
 from slimtensors.errors import ConfigError
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
+from slimtensors.quantization.ranges import run_ranges
+from slimtensors.spec import Each, serially
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the codes 0 to 7 of 4-bit floats mean; 8 to 15 are the same below zero."""
@@ -87,15 +89,17 @@ def global_scale_of_range(low: Tensor, high: Tensor) -> Tensor:
     return scale if scale.dim() else scale.reshape(1)
 
 
-def find_params(weight: Tensor, args: QuantizationArgs) -> Params:
+def find_params(weight: Tensor, args: QuantizationArgs, *, each: Each = serially) -> Params:
     """Return params that span the least and greatest number of each part of a weight."""
     check_weight(weight, args)
-    low, high = _ranges(weight, args)
+    low, high = _ranges(weight, args, each)
     if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise ConfigError("holds NaN or infinity, which no code can say; leave it unquantized")
     global_scale = None
     if args.strategy is QuantizationStrategy.TENSOR_GROUP:
-        global_scale = global_scale_of_range(_over_matrix(low, "amin"), _over_matrix(high, "amax"))
+        global_scale = global_scale_of_range(
+            _over_matrix(low, torch.amin), _over_matrix(high, torch.amax)
+        )
     return params_of_range(low, high, args, global_scale=global_scale)
 
 
@@ -187,25 +191,27 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
         _count_groups(weight, args)
 
 
-def _ranges(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
+def _ranges(weight: Tensor, args: QuantizationArgs, each: Each) -> tuple[Tensor, Tensor]:
     """Return the least and greatest number of everything that shares a scale."""
+    columns = weight.shape[-1]
     match args.strategy:
         case QuantizationStrategy.TENSOR:
-            return _over_matrix(weight, "amin"), _over_matrix(weight, "amax")
+            low, high = run_ranges(weight, columns, each)
+            return _over_matrix(low, torch.amin), _over_matrix(high, torch.amax)
         case QuantizationStrategy.CHANNEL:
-            low, high = torch.aminmax(weight, dim=-1, keepdim=True)
+            return run_ranges(weight, columns, each)
         case QuantizationStrategy.GROUP | QuantizationStrategy.TENSOR_GROUP:
-            low, high = torch.aminmax(_in_groups(weight, args), dim=-1)
+            return run_ranges(weight, args.group_size or columns, each)
         case QuantizationStrategy.BLOCK:
-            blocks = _in_blocks(weight, args)
-            low, high = blocks.amin((-1, -3)), blocks.amax((-1, -3))
-        case _:
-            raise ConfigError(f"weights have no scales per {args.strategy}")
-    return low, high
+            height, width = args.block_structure or (1, columns)
+            low, high = run_ranges(weight, width, each)
+            return _in_blocks(low, height, 1).amin((-1, -3)), _in_blocks(high, height, 1).amax(
+                (-1, -3)
+            )
+    raise ConfigError(f"weights have no scales per {args.strategy}")
 
 
-def _over_matrix(x: Tensor, reduction: str) -> Tensor:
-    reduce = torch.amin if reduction == "amin" else torch.amax
+def _over_matrix(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
     return reduce(x, ()) if x.dim() < 3 else reduce(x, (-1, -2), keepdim=True)
 
 
@@ -261,7 +267,7 @@ def _by_parts(
         return work(_in_groups(x, args), _each(whole, lambda p: p.unsqueeze(-1))).flatten(-2)
     if args.strategy is QuantizationStrategy.BLOCK:
         spread = _each(params, lambda p: p.unsqueeze(-1).unsqueeze(-3))
-        blocks = work(_in_blocks(x, args), spread)
+        blocks = work(_in_blocks(x, *(args.block_structure or (1, 1))), spread)
         rows, columns = x.shape[-2:]
         return blocks.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous()
     return work(x, params)
@@ -301,9 +307,8 @@ def _in_groups(x: Tensor, args: QuantizationArgs) -> Tensor:
     return x.reshape(*x.shape[:-1], _count_groups(x, args), args.group_size or 0)
 
 
-def _in_blocks(x: Tensor, args: QuantizationArgs) -> Tensor:
+def _in_blocks(x: Tensor, height: int, width: int) -> Tensor:
     """Return `[..., rows of blocks, height, columns of blocks, width]`, filled up with zeros."""
-    height, width = args.block_structure or (1, 1)
     *experts, rows, columns = x.shape
     below, beside = -rows % height, -columns % width
     if below or beside:
