@@ -23,8 +23,9 @@ add_library(slim_core STATIC
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_compile_features(slim_core PUBLIC cxx_std_20)
 target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
-# Quantization must round as torch does: no product may be added unrounded.
-target_compile_options(slim_core PRIVATE -ffp-contract=off)
+# Quantization must round as torch does: no product may be added unrounded. Nobody asks for traps, which keep
+# loops with a choice from becoming vector code.
+target_compile_options(slim_core PRIVATE -ffp-contract=off -fno-trapping-math)
 target_include_directories(slim_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

@@ -44,9 +44,9 @@ struct F16 {
         const std::uint32_t sign = to_bits(x) >> 16 & 0x8000, size = to_bits(x) & 0x7fffffff;
         const std::uint32_t normal = (rounded(size, 13) >> 13) - (112u << 10);
         const std::uint32_t tiny = to_bits(from_bits(size) + 0.5f) - to_bits(0.5f);  // units of 2^-24
-        std::uint32_t half = size < to_bits(0x1p-14f) ? tiny : normal;
-        half = half > infinity ? infinity : half;
-        return static_cast<Bits>((size > 0x7f800000 ? 0x7e00 : half) | sign);
+        const std::uint32_t most = size > 0x7f800000 ? 0x7e00 : infinity;            // NaN stays one
+        const std::uint32_t half = size < to_bits(0x1p-14f) ? tiny : normal;
+        return static_cast<Bits>((half < most ? half : most) | sign);
     }
     static float round(float x) { return value(nearest(x)); }
 };

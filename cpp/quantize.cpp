@@ -88,14 +88,16 @@ class Walk {
 
     std::size_t rows() const { return rows_; }
 
-    // Call `work(begin, count, scale, zero)` for all runs of a piece that share a scale.
+    // Call `work(begin, count, scale, zero)` for all runs of a piece that share a scale. Without zero points,
+    // `zero` is 0.0: to subtract it changes nothing, not even the sign of a zero.
     template <class Work>
     void each_scale(std::size_t r, std::size_t begin, std::size_t count, Work work) const {
         for (std::size_t at = begin; at < begin + count;) {
             const std::size_t block = at / blocks_.columns;
             const std::size_t end = std::min(begin + count, (block + 1) * blocks_.columns);
             const std::size_t i = r / blocks_.rows * across_ + block;
-            const std::uint8_t* zero = scales_.zero_points.empty() ? nullptr : &scales_.zero_points[i];
+            const float zero =
+                scales_.zero_points.empty() ? 0.0f : static_cast<std::int8_t>(scales_.zero_points[i]);
             work(at - begin, end - at, value_at(scales_, i) / scales_.divisor, zero);
             at = end;
         }
@@ -115,7 +117,28 @@ std::uint8_t flip_of(Codes codes) {
 
 bool is_packed(Codes codes) { return codes.kind == Codes::packed || codes.kind == Codes::fp4; }
 
-float number_of(const std::uint8_t* zero) { return static_cast<float>(static_cast<std::int8_t>(*zero)); }
+// Where many items share a scale, the 16 that 4-bit codes can become are rounded only once.
+constexpr std::size_t worth_a_table = 64;
+constexpr std::size_t more_than_caches = std::size_t{1} << 20;
+
+void dequantize_by_table(Bytes codes, Codes from, const Walk& walk, const Blocks& blocks, Number kind,
+                         MutableBytes items) {
+    const QuantizeKernels& loops = kernels();
+    const std::size_t stride = row_bytes(from, blocks.row);
+    std::uint8_t all[16];
+    for (unsigned code = 0; code < 16; ++code) all[code] = static_cast<std::uint8_t>(code - flip_of(from));
+    for (std::size_t r = 0; r < walk.rows(); ++r)
+        walk.each_scale(r, 0, blocks.row, [&](std::size_t begin, std::size_t count, float scale, float zero) {
+            float numbers[16];
+            std::uint16_t table[16];
+            (from.kind == Codes::fp4 ? loops.of_fp4 : loops.of_ints)(all, 16, numbers);
+            loops.multiply(numbers, 16, scale, zero);
+            loops.store[selected(kind)](numbers, 16, reinterpret_cast<std::uint8_t*>(table));
+            loops.look_up(codes.data() + r * stride + begin / 2, count, table,
+                          items.data() + (r * blocks.row + begin) * 2, items.size() >= more_than_caches);
+        });
+    loops.settle();
+}
 
 }  // namespace
 
@@ -169,10 +192,9 @@ bool quantize(Bytes items, Number kind, Number steps, const Scales& scales, cons
         for (std::size_t at = 0; at < blocks.row; at += piece_items) {
             const std::size_t count = std::min(piece_items, blocks.row - at);
             finite &= load_items(items.data() + (r * blocks.row + at) * size, count, numbers);
-            walk.each_scale(r, at, count,
-                            [&](std::size_t begin, std::size_t n, float scale, const std::uint8_t* zero) {
-                                divide(numbers + begin, n, scale, zero ? number_of(zero) : -0.0f);
-                            });
+            walk.each_scale(r, at, count, [&](std::size_t begin, std::size_t n, float scale, float zero) {
+                divide(numbers + begin, n, scale, zero);
+            });
             std::uint8_t* const plain = is_packed(to) ? single : out + at;
             if (to.kind == Codes::fp4)
                 loops.to_fp4(numbers, count, plain);
@@ -196,6 +218,9 @@ void dequantize(Bytes codes, Codes from, const Scales& scales, const Blocks& blo
     const auto store_items = loops.store[selected(kind)];
     const std::size_t size = size_of(kind), stride = row_bytes(from, blocks.row);
     const Walk walk(items.size(), size, scales, blocks, from, codes.size());
+    if (is_packed(from) && from.bits == 4 && size == 2 && blocks.columns >= worth_a_table &&
+        (blocks.columns % 2 == 0 || blocks.columns >= blocks.row))
+        return dequantize_by_table(codes, from, walk, blocks, kind, items);
     const auto numbers_of = from.kind == Codes::fp4   ? loops.of_fp4
                             : from.kind == Codes::fp8 ? loops.of_fp8
                                                       : loops.of_ints;
@@ -208,10 +233,9 @@ void dequantize(Bytes codes, Codes from, const Scales& scales, const Blocks& blo
             if (is_packed(from))
                 loops.unpack[from.bits](in + at * from.bits / 8, count, flip_of(from), single);
             numbers_of(is_packed(from) ? single : in + at, count, numbers);
-            walk.each_scale(r, at, count,
-                            [&](std::size_t begin, std::size_t n, float scale, const std::uint8_t* zero) {
-                                loops.multiply(numbers + begin, n, scale, zero ? number_of(zero) : 0.0f);
-                            });
+            walk.each_scale(r, at, count, [&](std::size_t begin, std::size_t n, float scale, float zero) {
+                loops.multiply(numbers + begin, n, scale, zero);
+            });
             store_items(numbers, count, items.data() + (r * blocks.row + at) * size);
         }
     }

@@ -16,8 +16,8 @@ struct QuantizeKernels {
     std::array<Load, 3> load;  // by Number: f32, f16, bf16
     std::array<Store, 3> store;
 
-    // In place: divide and add, rounding after each to the Number that selects the loop. Adding -0.0, or
-    // subtracting 0.0, changes nothing, not even the sign of a zero.
+    // In place: divide and add, rounding after each to the Number that selects the loop; subtract and
+    // multiply. With 0.0 as zero point nothing changes there, not even the sign of a zero.
     using Divide = void (*)(float* x, std::size_t count, float scale, float zero);
     std::array<Divide, 3> divide;
     void (*multiply)(float* x, std::size_t count, float scale, float zero);
@@ -37,6 +37,12 @@ struct QuantizeKernels {
                             std::uint8_t* codes);
     std::array<Pack, 9> pack;  // by bits
     std::array<Unpack, 9> unpack;
+
+    // Items of two bytes by codes of four bits. Writing past the caches is faster if they cannot hold it;
+    // other threads see that for sure only after `settle`.
+    void (*look_up)(const std::uint8_t* from, std::size_t count, const std::uint16_t* table,
+                    std::uint8_t* items, bool past_caches);
+    void (*settle)();
 
     using Range = void (*)(const std::uint8_t* items, std::size_t count, std::uint8_t* low,
                            std::uint8_t* high);

@@ -35,7 +35,8 @@ struct QuantizeLoops {
 
     template <class Float>
     static void divide(float* x, std::size_t count, float scale, float zero) {
-        for (std::size_t i = 0; i < count; ++i) x[i] = Float::round(Float::round(x[i] / scale) + zero);
+        const float minus = 0.0f - zero;  // 0.0 for 0.0, so that a zero keeps its sign
+        for (std::size_t i = 0; i < count; ++i) x[i] = Float::round(Float::round(x[i] / scale) - minus);
     }
 
     static void multiply(float* x, std::size_t count, float scale, float zero) {
@@ -145,7 +146,10 @@ struct QuantizeLoops {
     static void unpack(const std::uint8_t* from, std::size_t count, std::uint8_t flip, std::uint8_t* codes) {
         std::size_t i = 0;
         if constexpr (bits == 4) i = unpack_nibbles(from, count, flip, codes);
-        for (from += i / 8 * bits; i + 8 <= count; i += 8, from += bits) {
+        from += i / 8 * bits;
+        for (; i + 8 <= count && (count - i) * bits >= 64; i += 8, from += bits)  // a word is there to read
+            store(codes + i, less(spread<bits>(load<std::uint64_t>(from)), flip));
+        for (; i + 8 <= count; i += 8, from += bits) {
             std::uint64_t stream = 0;
             std::memcpy(&stream, from, bits);
             store(codes + i, less(spread<bits>(stream), flip));
@@ -188,14 +192,66 @@ struct QuantizeLoops {
         }
         return i;
     }
+
+    template <class Write>
+    static std::size_t look_up_by(Write write, const std::uint8_t* from, std::size_t count,
+                                  const std::uint16_t* table, std::uint8_t* items) {
+        const auto both_halves = [](__m128i v) { return _mm256_broadcastsi128_si256(v); };
+        const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+        const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table + 8));
+        const __m128i byte = _mm_set1_epi16(255);
+        const __m256i lows =
+            both_halves(_mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte)));
+        const __m256i highs =
+            both_halves(_mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8)));
+        const __m256i low = _mm256_set1_epi8(15);
+        std::size_t i = 0;
+        for (; i + 32 <= count; i += 32) {
+            const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i / 2));
+            const __m256i wide = _mm256_cvtepu8_epi16(raw);
+            const __m256i nibbles = _mm256_and_si256(_mm256_or_si256(wide, _mm256_slli_epi16(wide, 4)), low);
+            const __m256i l = _mm256_shuffle_epi8(lows, nibbles), h = _mm256_shuffle_epi8(highs, nibbles);
+            const __m256i a = _mm256_unpacklo_epi8(l, h), b = _mm256_unpackhi_epi8(l, h);
+            write(items + 2 * i, _mm256_permute2x128_si256(a, b, 0x20));
+            write(items + 2 * i + 32, _mm256_permute2x128_si256(a, b, 0x31));
+        }
+        return i;
+    }
+
+    static std::size_t look_up_most(const std::uint8_t* from, std::size_t count, const std::uint16_t* table,
+                                    std::uint8_t* items, bool past_caches) {
+        if (!past_caches || reinterpret_cast<std::uintptr_t>(items) % 32 != 0) {
+            const auto write = [](std::uint8_t* to, __m256i v) {
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v);
+            };
+            return look_up_by(write, from, count, table, items);
+        }
+        const auto write = [](std::uint8_t* to, __m256i v) {
+            _mm256_stream_si256(reinterpret_cast<__m256i*>(to), v);
+        };
+        return look_up_by(write, from, count, table, items);
+    }
+
+    static void settle() { _mm_sfence(); }
 #else
+    static void settle() {}
     static std::size_t pack_nibbles(const std::uint8_t*, std::size_t, std::uint8_t, std::uint8_t*) {
         return 0;
     }
     static std::size_t unpack_nibbles(const std::uint8_t*, std::size_t, std::uint8_t, std::uint8_t*) {
         return 0;
     }
+    static std::size_t look_up_most(const std::uint8_t*, std::size_t, const std::uint16_t*, std::uint8_t*,
+                                    bool) {
+        return 0;
+    }
 #endif
+
+    static void look_up(const std::uint8_t* from, std::size_t count, const std::uint16_t* table,
+                        std::uint8_t* items, bool past_caches) {
+        for (std::size_t i = look_up_most(from, count, table, items, past_caches); i < count; ++i)
+            store(items + 2 * i, table[from[i / 2] >> 4 * (i % 2) & 15]);
+    }
 
     static constexpr QuantizeKernels kernels() {
         return {
@@ -211,6 +267,8 @@ struct QuantizeLoops {
             of_fp8,
             {nullptr, pack<1>, pack<2>, pack<3>, pack<4>, pack<5>, pack<6>, pack<7>, pack<8>},
             {nullptr, unpack<1>, unpack<2>, unpack<3>, unpack<4>, unpack<5>, unpack<6>, unpack<7>, unpack<8>},
+            look_up,
+            settle,
             {range<F32>, range<F16>, range<BF16>},
         };
     }

@@ -18,6 +18,7 @@ from slimtensors.spec import Spec, as_bytes
 
 Layout = Literal["stream", "words"]
 
+_LAYOUTS: tuple[Layout, ...] = ("stream", "words")
 _WORD = 32
 
 
@@ -50,30 +51,29 @@ def unpack(words: Tensor, bits: int, columns: int, layout: Layout = "stream") ->
 
 
 def possible_layouts(words: Tensor, bits: int, columns: int) -> set[Layout]:
-    """Return the layouts that words can have: they fill their rows, and unused bits are zero."""
-    found: set[Layout] = set()
-    if words.shape[-1] == width(columns, bits, "stream"):
-        unused = width(columns, bits) * _WORD - columns * bits
-        last = words[..., -1:]
-        if not unused or not (last.long() & 0xFFFFFFFF).bitwise_right_shift(_WORD - unused).any():
-            found.add("stream")
-    if words.shape[-1] == width(columns, bits, "words"):
-        again = _repacked(words, bits, columns)
-        if torch.equal(again, words):
-            found.add("words")
+    """Return the layouts that words can have: by their number, else by bits that are zero."""
+    found: set[Layout] = {
+        layout for layout in _LAYOUTS if words.shape[-1] == width(columns, bits, layout)
+    }
     if not found:
         raise CorruptFileError(
             f"{words.shape[-1]} words per row do not hold {columns} codes of {bits} bits"
         )
-    return found
+    if len(found) == 1 or _WORD % bits == 0 or columns <= _WORD // bits:
+        return found
+    return {layout for layout in found if not _uses_spare_bits(words, bits, columns, layout)}
 
 
-def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Return the words without the bits that the layout `words` leaves unused."""
-    count = _WORD // bits
-    kept = torch.full((width(columns, bits, "words"),), _mask(count * bits), dtype=torch.int64)
-    kept[-1] = _mask(((columns - 1) % count + 1) * bits)
-    return (words.long() & kept.to(words.device) & 0xFFFFFFFF).to(torch.int32)
+def _uses_spare_bits(words: Tensor, bits: int, columns: int, layout: Layout) -> bool:
+    """Tell whether bits are set that a layout leaves unused."""
+    count, used = words.shape[-1], columns * bits
+    if layout == "words":
+        whole = _WORD // bits * bits
+        used -= (count - 1) * whole
+    else:
+        whole, used = _WORD, used - (count - 1) * _WORD
+    kept = torch.tensor([_mask(whole)] * (count - 1) + [_mask(used)], device=words.device)
+    return bool((words.long() & ~kept & _mask(_WORD)).any())
 
 
 def _mask(bits: int) -> int:

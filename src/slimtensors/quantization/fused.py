@@ -66,8 +66,13 @@ def decompress(
     args: QuantizationArgs,
     shape: tuple[int, ...],
     each: Each = serially,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return the dense weight, in the dtype of its scale; bf16 if that is no ordinary float."""
+    """Return the dense weight, in the dtype of its scale; bf16 if that is no ordinary float.
+
+    With `out`, a contiguous tensor of that kind, into its memory: fresh memory costs more than the
+    work itself.
+    """
     dtype = params.scale.dtype if params.scale.dtype in _FLOATS else torch.bfloat16
     if not _fits(stored, params):
         codes = unpack(stored, args, kind, shape[-1])
@@ -75,8 +80,12 @@ def decompress(
             params = replace(params, scale=powers_of(params.scale))
         elif params.scale.element_size() == 1:
             params = replace(params, scale=params.scale.to(dtype))
-        return affine.dequantize(codes, params, args, dtype)
-    out = empty(Spec(dtype, shape))
+        dense = affine.dequantize(codes, params, args, dtype)
+        return dense if out is None else out.copy_(dense)
+    if out is None:
+        out = empty(Spec(dtype, shape))
+    elif Spec.of(out) != Spec(dtype, shape) or not out.is_contiguous():
+        raise ConfigError(f"out is {Spec.of(out)}, the weight {Spec(dtype, shape)}")
 
     def work(piece: _Piece) -> None:
         _core.dequantize(

@@ -36,9 +36,13 @@ class Format(Protocol):
         ...
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return the dense weight."""
+        """Return the dense weight, in the memory of `out` if given."""
         ...
 
 

@@ -41,13 +41,17 @@ class NvFp4:
         return self._named(fused.compress(weight, params, args, "fp4", each), params, args)
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the dense weight as bf16."""
         packed, params = self._parsed(parts, args)
         if params.scale.dtype is not torch.float8_e4m3fn:
             params = replace(params, scale=params.scale.to(torch.bfloat16))
-        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each)
+        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
 
     def _named(self, packed: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         if params.global_scale is None:
@@ -96,11 +100,15 @@ class MxFp4:
         return {"weight_packed": packed, "weight_scale": exponents_of(params.scale)}
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the dense weight as bf16."""
         packed, params = self._parsed(parts, args)
-        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each)
+        return fused.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
 
     def _parsed(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
         packed = _packed(parts)

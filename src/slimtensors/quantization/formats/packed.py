@@ -48,15 +48,19 @@ class PackQuantized:
         return self._named(packed, tuple(weight.shape), params, args)
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the dense weight in the dtype of its scale."""
         shape, layout = self._shape_and_layout(parts, args)
         packed, params = parts["weight_packed"], self._params(parts, args, shape, layout)
         if layout == "stream":
-            return fused.decompress(packed, "packed", params, args, shape, each)
+            return fused.decompress(packed, "packed", params, args, shape, each, out)
         codes = bits.unpack(packed, args.num_bits, shape[-1], layout)
-        return fused.decompress(codes, "int", params, args, shape, each)
+        return fused.decompress(codes, "int", params, args, shape, each, out)
 
     def _check(self, args: QuantizationArgs) -> None:
         if args.type is not QuantizationType.INT:
@@ -90,7 +94,7 @@ class PackQuantized:
             zeros = _words(parts, "weight_zero_point").transpose(-1, -2)
             found &= bits.possible_layouts(zeros, args.num_bits, shape[-2])
         if not found:
-            raise CorruptFileError("weight_packed and weight_zero_point are packed differently")
+            raise CorruptFileError("weight_packed has no layout that was ever in use")
         return shape, self._only(found, args.num_bits, shape[-1])
 
     def _only(self, found: set[Layout], width: int, columns: int) -> Layout:

@@ -48,11 +48,15 @@ class PlainCodes:
         return self.store(fused.compress(weight, params, args, _kind(args), each), params, args)
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the dense weight in the dtype of its scale."""
         codes, params = self.parse(parts, args)
-        return fused.decompress(codes, _kind(args), params, args, tuple(codes.shape), each)
+        return fused.decompress(codes, _kind(args), params, args, tuple(codes.shape), each, out)
 
     def _check(self, params: Params, args: QuantizationArgs) -> None:
         if args.dtype is torch.uint8:
@@ -83,11 +87,15 @@ class MxFp8:
         return self.store(fused.compress(weight, params, args, "fp8", each), params, args)
 
     def decompress(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs, each: Each = serially
+        self,
+        parts: Mapping[str, Tensor],
+        args: QuantizationArgs,
+        each: Each = serially,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the dense weight as bf16."""
         check_exponents(part(parts, "weight_scale"))
-        return _PLAIN.decompress(parts, args, each)
+        return _PLAIN.decompress(parts, args, each, out)
 
 
 _PLAIN = PlainCodes(MxFp8.name)
