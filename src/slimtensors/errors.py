@@ -8,6 +8,7 @@
   * ConfigError                a bad option or an unknown name
   * MismatchError              two things that should fit do not
   * UnsupportedTensorError     a tensor that cannot be stored
+  * UnsupportedOperationError  an operation that compressed tensors do not have
   * MissingDependencyError     an optional package is not installed
 """
 
@@ -45,6 +46,10 @@ class MismatchError(SlimError, ValueError):
 
 class UnsupportedTensorError(SlimError, TypeError):
     """A tensor of this kind cannot be stored."""
+
+
+class UnsupportedOperationError(SlimError, NotImplementedError):
+    """A compressed tensor cannot do this; a dense one can."""
 
 
 class MissingDependencyError(SlimError, ImportError):

@@ -1,5 +1,7 @@
 """Quantization: weights and activations as small integers or floats."""
 
+from typing import Any
+
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import (
     ActivationOrdering,
@@ -15,3 +17,24 @@ __all__ = [
     "QuantizationStrategy",
     "QuantizationType",
 ]
+
+_OF_TENSORS = (
+    "dequantize_",
+    "float8_weight_only",
+    "get_model_size_in_bytes",
+    "int4_weight_only",
+    "int8_dynamic_activation_int8_weight",
+    "int8_weight_only",
+    "quantize_",
+    "sparse_int8_weight",
+    "sparse_weight",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Offer what users look for here, although it is built upon what is here."""
+    if name not in _OF_TENSORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slimtensors import tensors
+
+    return getattr(tensors, name)
