@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
+from slimtensors.plan import Encoded
 from slimtensors.spec import Json, dtype_name, find_dtype
 
 _DEEPEST = 100
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Json | None]:
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json | None]:
     """Return the tensors of a state by name, and an outline of the rest; none if all are tensors.
 
     A tensor in a table keeps its key as its name; one further inside gets its path, joined by dots.
+    A tensor may be there in encoded form.
     """
-    tensors: dict[str, Tensor] = {}
-    if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()):
+    tensors: dict[str, Tensor | Encoded] = {}
+    if all(isinstance(k, str) and isinstance(v, Tensor | Encoded) for k, v in state.items()):
         return dict(state), None
 
-    def keep(path: str, x: Tensor) -> str:
+    def keep(path: str, x: Tensor | Encoded) -> str:
         name = path
         while name in tensors:  # {"a": {"b": x}, "a.b": y}
             name += "_"
@@ -47,7 +49,9 @@ def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
         raise CorruptFileError(f"not an outline of a state: {error!r}") from error
 
 
-def _outline(value: Any, path: str, keep: Callable[[str, Tensor], str], depth: int) -> Any:
+def _outline(
+    value: Any, path: str, keep: Callable[[str, Tensor | Encoded], str], depth: int
+) -> Any:
     """Return JSON for `value`: plain where JSON has it, else a table with one key, its kind."""
     if depth > _DEEPEST:
         raise UnsupportedTensorError(f"{path}: is nested more than {_DEEPEST} deep")
@@ -56,7 +60,7 @@ def _outline(value: Any, path: str, keep: Callable[[str, Tensor], str], depth: i
         return _outline(part, f"{path}.{key}" if path else str(key), keep, depth + 1)
 
     match value:
-        case Tensor():
+        case Tensor() | Encoded():
             return {"tensor": keep(path, value)}
         case None | bool() | str():
             return value

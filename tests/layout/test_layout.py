@@ -18,8 +18,12 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
+<<<<<<< HEAD
     *["tree", "plan", "container", "sparsity", "quantization"],
     "tensors",
+=======
+    *["plan", "tree", "container", "sparsity", "quantization"],
+>>>>>>> formats
     *["summary", "presets", "dialects"],
     "archive",
     *["delta", "formats", "folder", "model"],

@@ -91,7 +91,7 @@ def close(a, b, tolerance):
 
 
 def tolerance(dtype):
-    return 4 * torch.finfo(dtype).eps
+    return 8 * torch.finfo(dtype).eps
 
 
 @each_dtype

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slimtensors.archive.read import Archive
 from slimtensors.container import check_name
+from slimtensors.plan import Encoded, decode
 from slimtensors.spec import Each, Json, Spec, check_storable, on_cpu
 from slimtensors.tree import flatten
 
@@ -22,6 +23,8 @@ class Item:
     """Returns it in main memory; none if it turns out that there is nothing to store."""
     always_blob: bool = False
     """Whether other readers must never take it for the tensor of its name."""
+    encoded: Encoded | None = None
+    """Its encoded form, which is then written as it is."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def _archived(archive: Archive) -> State:
     return State([item(name) for name in archive if name not in tied], tied, archive.tree)
 
 
-def _given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
+def _given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
     def item(name: str, x: Tensor) -> Item:
         return Item(name, Spec.of(x), lambda each: on_cpu(x))
 
@@ -62,6 +65,9 @@ def _given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
     tied: dict[str, str] = {}
     homes: dict[object, str] = {}
     for name, value in tensors.items():
+        if isinstance(value, Encoded):
+            items.append(_encoded(name, value))
+            continue
         x = check_storable(name, value)
         home = homes.setdefault(_view_of_memory(x), name)
         if home == name:
@@ -69,6 +75,12 @@ def _given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
         else:
             tied[name] = home
     return State(items, tied, tree)
+
+
+def _encoded(name: str, value: Encoded) -> Item:
+    for path, leaf in value.leaves():
+        check_storable(f"{name}: {path}", leaf)
+    return Item(name, value.spec, lambda each: decode(value, each), encoded=value)
 
 
 def _view_of_memory(x: Tensor) -> object:

@@ -48,7 +48,8 @@ def save(
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
 
     A state may also hold numbers, text, dtypes, tuples and the like, which are stored as JSON; what
-    would need pickle raises.
+    would need pickle raises. A tensor that is there in encoded form (`slimtensors.plan.Encoded`) is
+    stored in that form, whatever the preset.
     """
     return write(
         as_state(tensors),
@@ -152,6 +153,11 @@ def _encode_all(
 
 
 def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
+    if item.encoded is not None:
+        try:
+            return _Done(item, how.encoded(item.name, item.encoded, each), "")
+        except ConfigError as error:
+            raise ConfigError(f"{item.name}: {error}") from error
     x = item.read(each)
     if x is None:
         return _Done(item, Packed([], None), "")

@@ -11,7 +11,7 @@ from slimtensors.dialects import compressed_tensors, slim
 from slimtensors.dialects.manifest import KEY, Manifest, is_sealed
 from slimtensors.dialects.member import Member, Packed, Stored
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
-from slimtensors.plan import Plan
+from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Json, Spec
 
 
@@ -24,14 +24,20 @@ class Dialect:
     """Raises, with the tensor's name, when it could never be stored."""
     packed: Callable[[str, Tensor, Plan | None, Each], Packed]
     """Turns a tensor in main memory into what goes into a file."""
+    encoded: Callable[[str, Encoded, Each], Packed]
+    """Turns a tensor in encoded form into what goes into a file."""
     parts: int
     """The most pieces that one tensor becomes."""
 
 
 _DIALECTS: Mapping[str, Dialect] = {
-    slim.NAME: Dialect(slim.NAME, slim.check, slim.packed, parts=1),
+    slim.NAME: Dialect(slim.NAME, slim.check, slim.packed, slim.encoded, parts=1),
     compressed_tensors.NAME: Dialect(
-        compressed_tensors.NAME, compressed_tensors.check, compressed_tensors.packed, parts=4
+        compressed_tensors.NAME,
+        compressed_tensors.check,
+        compressed_tensors.packed,
+        compressed_tensors.encoded,
+        parts=4,
     ),
 }
 

@@ -14,7 +14,7 @@ from slimtensors.codecs import Bitmask, Bitmask24, Codec, bitmask, bitmask24
 from slimtensors.container import StoredFile, has_code
 from slimtensors.dialects.member import About, Packed, Stored, plain_piece
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
-from slimtensors.plan import Plan
+from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, parse_shape, serially
 
 NAME = "compressed-tensors"
@@ -68,6 +68,11 @@ class SparseMember:
                 part.read(each)  # not needed, but to be whole it must be right
             part.file.release(part.entry)
         return out
+
+
+def encoded(name: str, x: Encoded, each: Each) -> Packed:
+    """Refuse: this dialect has its own form of everything."""
+    raise ConfigError(f"the dialect 'compressed-tensors' cannot store {x.plan}; 'slim' can")
 
 
 def check(name: str, spec: Spec) -> None:

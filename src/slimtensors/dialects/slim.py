@@ -99,9 +99,18 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
     error = relative_error(plan, x)
-    chunks = pack(encode(plan, x, each), each, error)
+    return Packed([_piece(name, encode(plan, x, each), each, error)], plan, error)
+
+
+def encoded(name: str, x: Encoded, each: Each) -> Packed:
+    """Return an encoded tensor as it goes into a file; how much it lost is not known any more."""
+    return Packed([_piece(name, x, each)], x.plan)
+
+
+def _piece(name: str, x: Encoded, each: Each, error: float | None = None) -> Piece:
+    chunks = pack(x, each, error)
     size = sum(len(chunk) for chunk in chunks)
-    return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error)
+    return Piece(name, Spec(torch.uint8, (size,)), chunks, None)
 
 
 def _looks_like_blob(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from slimtensors.quantization.args import (
     QuantizationStrategy,
     QuantizationType,
 )
+from slimtensors.quantization.codec import Quantized
 
 __all__ = [
     "ActivationOrdering",
@@ -16,6 +17,7 @@ __all__ = [
     "QuantizationArgs",
     "QuantizationStrategy",
     "QuantizationType",
+    "Quantized",
 ]
 
 _OF_TENSORS = (

@@ -16,7 +16,7 @@ from slimtensors.errors import ConfigError
 from slimtensors.memory import empty
 from slimtensors.quantization import affine, bits
 from slimtensors.quantization.affine import Params
-from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name, serially
 
 Kind = Literal["int", "packed", "fp4", "fp8"]
@@ -67,19 +67,25 @@ def decompress(
     shape: tuple[int, ...],
     each: Each = serially,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the dense weight, in the dtype of its scale; bf16 if that is no ordinary float.
+    """Return the dense weight, by default in the dtype of its scale; bf16 if that is of 8 bits.
 
     With `out`, a contiguous tensor of that kind, into its memory: fresh memory costs more than the
     work itself.
     """
-    dtype = params.scale.dtype if params.scale.dtype in _FLOATS else torch.bfloat16
-    if not _fits(stored, params):
-        codes = unpack(stored, args, kind, shape[-1])
+    narrow = params.scale.element_size() == 1
+    product = torch.bfloat16 if narrow else params.scale.dtype
+    dtype = dtype or product
+    exact = narrow and args.type is QuantizationType.FLOAT  # a few bits times a few bits
+    if exact or params.global_scale is not None or product is torch.float32:
+        product = dtype  # nothing is rounded before the end
+    if not _fits(stored, params) or product not in _FLOATS or product is not dtype:
         if params.scale.dtype is torch.uint8:
             params = replace(params, scale=powers_of(params.scale))
-        elif params.scale.element_size() == 1:
-            params = replace(params, scale=params.scale.to(dtype))
+        elif narrow:
+            params = replace(params, scale=params.scale.to(torch.bfloat16))
+        codes = unpack(stored, args, kind, shape[-1])
         dense = affine.dequantize(codes, params, args, dtype)
         return dense if out is None else out.copy_(dense)
     if out is None:

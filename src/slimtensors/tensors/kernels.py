@@ -6,11 +6,21 @@ Kernels read codes where they lie, also in the pages of a mapped file, and never
 import torch
 from torch import Tensor
 
+from slimtensors import _core
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.spec import as_bytes, dtype_name
 
 _FEW = 64
-"""Inputs up to which 8-bit codes are multiplied faster than dequantized weights."""
+"""Inputs up to which torch multiplies 8-bit codes faster than dequantized weights."""
+
+_VERY_FEW = 12
+"""Inputs up to which our kernel is faster than dequantizing."""
+
+_WORTH_THREADS = 1 << 17
+"""Codes per thread that are worth starting one."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def linear_of_codes(
@@ -18,16 +28,62 @@ def linear_of_codes(
 ) -> Tensor | None:
     """Return the product without a bias; none if dequantized weights would be faster."""
     count = x.numel() // max(x.shape[-1], 1)
-    if x.device.type != "cpu" or not 0 < count <= _FEW:
+    if x.device.type != "cpu" or codes.dim() != 2 or not 0 < count <= _FEW:
         return None
-    by_row = args.strategy is QuantizationStrategy.CHANNEL and args.symmetric
-    if codes.dtype is torch.int8 and codes.dim() == 2 and by_row and x.dtype is torch.bfloat16:
-        # torch has this one for bf16; with other dtypes it takes ten times as long as dense.
-        flat = x.reshape(count, x.shape[-1]).contiguous()
+    flat = x.reshape(count, x.shape[-1])
+    if _torch_has_it(x, codes, params, args):
         scale = params.scale.reshape(-1).to(x.dtype)
-        out = torch._weight_int8pack_mm(flat, codes.contiguous(), scale)
-        return out.view(*x.shape[:-1], codes.shape[0])
-    return None
+        out = torch._weight_int8pack_mm(flat.contiguous(), codes.contiguous(), scale)
+    elif count <= _VERY_FEW and _core_has_it(x, codes, params, args):
+        out = _multiplied(flat, codes, params, args)
+    else:
+        return None
+    return out.view(*x.shape[:-1], codes.shape[0])
+
+
+def _torch_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
+    # For bf16 only: with other dtypes torch's kernel takes ten times as long as a dense product.
+    by_row = args.strategy is QuantizationStrategy.CHANNEL and params.zero_point is None
+    return by_row and codes.dtype is torch.int8 and x.dtype is torch.bfloat16
+
+
+def _core_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
+    bytewise = codes.dtype in (torch.int8, torch.float8_e4m3fn)
+    nibbles = codes.dtype is torch.int32 and args.num_bits == 4
+    by_row = args.strategy in (QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
+    whole = params.g_idx is None and params.global_scale is None and args.zp_dtype is None
+    even = bytewise or args.strategy is QuantizationStrategy.CHANNEL or not _group(args) % 2
+    floats = x.dtype in _FLOATS and params.scale.dtype in _FLOATS
+    return (bytewise or nibbles) and by_row and whole and even and floats
+
+
+def _group(args: QuantizationArgs) -> int:
+    return args.group_size or 0
+
+
+def _multiplied(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> Tensor:
+    kind, bits = _KINDS[codes.dtype]
+    columns = x.shape[-1]
+    zero = params.zero_point
+    out = torch.empty(len(x), len(codes), dtype=torch.float32)
+    _core.multiply_codes(
+        as_bytes(codes.contiguous()),
+        kind,
+        bits,
+        as_bytes(params.scale.contiguous()),
+        dtype_name(params.scale.dtype),
+        1.0,
+        _NOTHING if zero is None else as_bytes(zero.to(torch.int8).contiguous()),
+        (columns, columns if args.strategy is QuantizationStrategy.CHANNEL else _group(args), 1),
+        as_bytes(x.detach().float().contiguous()),
+        as_bytes(out),
+        max(1, min(torch.get_num_threads(), len(codes) * columns // _WORTH_THREADS)),
+    )
+    return out.to(x.dtype)
+
+
+_KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def integer_linear(

@@ -23,6 +23,9 @@ _KINDS: dict[torch.dtype, Kind] = {
     torch.uint8: "fp4",
     torch.float8_e4m3fn: "fp8",
 }
+_PIECE = 2 << 20
+"""Bytes of dequantized weights that are used while they are in a cache."""
+
 _BY_ROW = (
     QuantizationStrategy.CHANNEL,
     QuantizationStrategy.GROUP,
@@ -101,8 +104,8 @@ class QuantizedTensor(CompressedTensor):
         args, shape = self.config.args, tuple(self.shape)
         if isinstance(self.codes, CompressedTensor):
             self.codes.check()
-        kind = _KINDS.get(self.codes.dtype)
-        if kind is None or Spec.of(self.codes) != fused.stored_spec(shape, args, kind):
+        kinds = ("int", "packed") if args.dtype is torch.int8 else (_KINDS[args.dtype],)
+        if Spec.of(self.codes) not in [fused.stored_spec(shape, args, kind) for kind in kinds]:
             raise CorruptFileError(f"codes of {Spec.of(self.codes)} for a weight of shape {shape}")
         check_params(shape, self.params, args)
 
@@ -133,13 +136,30 @@ class QuantizedTensor(CompressedTensor):
             x = affine.fake_quantize(x, params, inputs)
         out = linear_of_codes(x, self.plain_codes(), self.params, args)
         if out is None:
-            return functional.linear(x, self.dequantize(), bias)
+            out = self._linear_by_pieces(x)
         return out if bias is None else out + bias
+
+    def _linear_by_pieces(self, x: Tensor) -> Tensor:
+        """Dequantize as many rows at a time as stay in a cache, and so never all of them."""
+        step = max(1, _PIECE // (self.shape[1] * x.element_size()))
+        if self.shape[0] <= step or isinstance(self.codes, CompressedTensor) or not self._is_cut():
+            return functional.linear(x, self.dequantize())
+        out = x.new_empty((*x.shape[:-1], self.shape[0]))
+        for first in range(0, self.shape[0], step):
+            some = self.rows(slice(first, first + step)).dequantize()
+            out[..., first : first + step] = functional.linear(x, some)
+        return out
+
+    def _is_cut(self) -> bool:
+        """Tell whether some rows are codes and params by themselves."""
+        return self.dim() == 2 and self.config.args.strategy in (
+            *_BY_ROW,
+            QuantizationStrategy.TENSOR,
+        )
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """Return some rows, compressed if they are a slice."""
-        strategy = self.config.args.strategy
-        if self.dim() != 2 or strategy not in (*_BY_ROW, QuantizationStrategy.TENSOR):
+        if not self._is_cut():
             if isinstance(index, slice):
                 raise UnsupportedOperationError(
                     f"rows of {self.describe()} cannot be taken; use dequantize() before"
@@ -149,7 +169,7 @@ class QuantizedTensor(CompressedTensor):
         def cut(part: Tensor) -> Tensor:
             return part[index]
 
-        codes, by_row = cut(self.plain_codes()), strategy in _BY_ROW
+        codes, by_row = cut(self.plain_codes()), self.config.args.strategy in _BY_ROW
         params = replace(
             self.params,
             scale=cut(self.scale) if by_row else self.scale,

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
-from slimtensors.spec import Each, serially
+from slimtensors.spec import Each, Spec, serially
 
 
 class Format(Protocol):
@@ -68,8 +68,11 @@ def check_params(shape: tuple[int, ...], params: Params, args: QuantizationArgs)
             raise CorruptFileError(
                 f"{what} of shape {tuple(given.shape)}, but a weight of {shape} needs {wanted}"
             )
-    if params.g_idx is not None and tuple(params.g_idx.shape) != shape[-1:]:
-        raise CorruptFileError(f"weight_g_idx names {params.g_idx.numel()} of {shape[-1]} columns")
+    order = params.g_idx
+    if order is not None and (order.shape != shape[-1:] or order.is_floating_point()):
+        raise CorruptFileError(f"g_idx of {Spec.of(order)} for {shape[-1]} columns")
+    if order is not None and not 0 <= int(order.min()) <= int(order.max()) < wanted[-1]:
+        raise CorruptFileError(f"g_idx names groups outside of the {wanted[-1]} that have scales")
     return params
 
 

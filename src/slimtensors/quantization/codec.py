@@ -1,0 +1,143 @@
+"""Quantized weights in the dialect `slim`: codes and params as parts of one codec."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from slimtensors.codecs import register
+from slimtensors.errors import ConfigError, CorruptFileError
+from slimtensors.plan import Encoded, Plan, encode
+from slimtensors.quantization import fused
+from slimtensors.quantization.affine import Params, find_params
+from slimtensors.quantization.args import QuantizationArgs, QuantizationType
+from slimtensors.quantization.formats.format import check_params
+from slimtensors.quantization.formats.mx import exponents_of
+from slimtensors.spec import Each, Parts, Spec, serially
+
+_KEPT = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@register
+@dataclass(frozen=True)
+class Quantized:
+    """Round a weight to codes that share scales, by groups, channels, blocks or all. Lossy."""
+
+    name: ClassVar[str] = "quantized"
+    lossy: ClassVar[bool] = True
+
+    args: Mapping[str, Any] | QuantizationArgs = field(default_factory=dict)
+    """Quantization arguments, as `QuantizationArgs.to_dict` writes them."""
+    packed: bool = True
+    """Whether codes of a few bits lie side by side; entropy coding wants one per byte."""
+
+    def __post_init__(self) -> None:
+        args = self.args
+        if not isinstance(args, QuantizationArgs | Mapping):
+            raise ConfigError(f"args are quantization arguments, not {str(args)[:80]!r}")
+        args = args if isinstance(args, QuantizationArgs) else QuantizationArgs.from_dict(args)
+        said = args.to_dict()
+        kept = {key: said[key] for key in (*_KEPT, "scale_dtype", "zp_dtype") if key in said}
+        object.__setattr__(self, "args", kept)
+        if type(self.packed) is not bool:
+            raise ConfigError(f"packed is true or false, not {self.packed!r}")
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `q` (codes), `scale`, and `zero_point` or `global_scale` where there is one."""
+        return self.encode_each(x, serially)
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Multiply back."""
+        return self.decode_each(parts, like, serially)
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Find the params, then round some rows at a time."""
+        args = self._args
+        params = find_params(x, args, each=each)
+        return self._parts(fused.compress(x, params, args, self._kind, each), params)
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Multiply some rows at a time."""
+        args, codes = self._args, parts["q"]
+        self._check(codes, parts, like)
+        params = Params(
+            parts["scale"], parts.get("zero_point"), parts.get("global_scale"), parts.get("g_idx")
+        )
+        check_params(like.shape, params, args)
+        if self._kind == "fp4" and not self.packed:
+            codes = fused.pack(codes, args, "fp4")
+        return fused.decompress(codes, self._kind, params, args, like.shape, each, dtype=like.dtype)
+
+    def encoded(
+        self,
+        codes: Tensor,
+        params: Params,
+        dtype: torch.dtype,
+        *,
+        then: Mapping[str, Plan] | None = None,
+    ) -> Encoded:
+        """Return what `encode` would, of codes and params that were found elsewhere.
+
+        `dtype` is that of the dense weight, `then` what to do with each part.
+        """
+        plans = then or {}
+        parts = self._parts(fused.pack(codes, self._args, self._kind), params)
+        for unknown in plans.keys() - parts.keys():
+            raise ConfigError(f"there is no part {unknown!r}, only {', '.join(parts)}")
+        inner = {k: encode(plans[k], part) if k in plans else part for k, part in parts.items()}
+        return Encoded(self, Spec(dtype, tuple(codes.shape)), inner)
+
+    @property
+    def _args(self) -> QuantizationArgs:
+        assert isinstance(self.args, dict)
+        return QuantizationArgs.from_dict(self.args)
+
+    @property
+    def _kind(self) -> fused.Kind:
+        args = self._args
+        if args.type is QuantizationType.FLOAT:
+            return "fp4" if args.num_bits == 4 else "fp8"
+        return "packed" if self.packed and args.num_bits < 8 else "int"
+
+    def _parts(self, stored: Tensor, params: Params) -> Parts:
+        args = self._args
+        if self._kind == "fp4" and not self.packed:
+            stored = fused.unpack(stored, args, "fp4", 2 * stored.shape[-1])
+        scale = params.scale
+        if args.is_mx:
+            scale = exponents_of(scale)
+        elif args.scale_dtype is not None:
+            scale = scale.to(args.scale_dtype)
+        given = {
+            "q": stored,
+            "scale": scale,
+            "zero_point": params.zero_point,
+            "global_scale": params.global_scale,
+            "g_idx": params.g_idx,
+        }
+        return {name: part.contiguous() for name, part in given.items() if part is not None}
+
+    def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
+        """Raise if parts do not make a tensor like this."""
+        args = self._args
+        kind: fused.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
+        if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
+            raise CorruptFileError(f"codes for a tensor of {like}")
+        if Spec.of(codes) != fused.stored_spec(like.shape, args, kind):
+            raise CorruptFileError(f"codes of {Spec.of(codes)} for a tensor of {like}")
+        if args.group_size and args.group_size > 0 and like.shape[-1] % args.group_size:
+            raise CorruptFileError(f"groups of {args.group_size} for a tensor of {like}")
+        if args.symmetric != ("zero_point" not in parts):
+            raise CorruptFileError("zero points belong to asymmetric codes, and only to them")
+        whole = parts.get("global_scale")
+        wanted = (*like.shape[:-2], 1, 1) if len(like.shape) == 3 else (1,)
+        if whole is not None and Spec.of(whole) != Spec(torch.float32, wanted):
+            raise CorruptFileError(f"a global scale of {Spec.of(whole)}")
+        scale, zero = parts["scale"], parts.get("zero_point")
+        if scale.dtype not in _FLOATS and scale.dtype is not args.scale_dtype:
+            raise CorruptFileError(f"scales of {scale.dtype}")
+        if zero is not None and zero.dtype is not (args.zp_dtype or torch.int8):
+            raise CorruptFileError(f"zero points of {zero.dtype}")

@@ -1,0 +1,189 @@
+"""Quantized weights in the dialect `slim`: under their own name, coded further, from elsewhere."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import same_bits
+
+import slimtensors
+from slimtensors import Bitmask, Huffman, chain, codecs
+from slimtensors.archive.workers import Workers
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
+from slimtensors.plan import Encoded, Plan, decode, encode
+from slimtensors.quantization import Params, QuantizationArgs, Quantized
+from slimtensors.quantization.affine import fake_quantize, find_params, quantize
+from slimtensors.spec import Spec
+
+E4M3 = torch.float8_e4m3fn
+W4 = {"num_bits": 4, "group_size": 16}
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": E4M3,
+}
+MXFP4 = {"num_bits": 4, "type": "float", "group_size": 32, "scale_dtype": torch.uint8}
+KINDS = [
+    {},
+    W4,
+    NVFP4,
+    MXFP4,
+    {"num_bits": 3, "group_size": -1, "symmetric": False},
+    {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [8, 40]},
+    {"num_bits": 8, "type": "float", "group_size": 32, "scale_dtype": torch.uint8},
+    {"num_bits": 8, "symmetric": False},
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def weight(seed=0, dtype=torch.bfloat16, shape=(12, 96)):
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=made)
+    x[torch.rand(shape, generator=made) < 0.5] = 0.0
+    return x.to(dtype)
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from([(12, 96), (1, 32), (3, 5, 64)]),
+    st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=150)
+def test_what_comes_back_is_the_fake_quantized_weight(options, dtype, packed, shape, seed):
+    args = QuantizationArgs(**options)
+    x = weight(seed, dtype, shape)
+    codec = Quantized(args, packed)
+    back = codec.decode(codec.encode(x), Spec.of(x))
+    assert same_bits(back + 0.0, fake_quantize(x, find_params(x, args), args) + 0.0)
+    assert codecs.from_json(json.loads(json.dumps(codecs.to_json(codec)))) == codec
+
+
+def test_doubles_are_quantized_too():
+    args, x = QuantizationArgs(**W4), weight(0, torch.float64)
+    codec = Quantized(args)
+    back = codec.decode(codec.encode(x), Spec.of(x))
+    assert same_bits(back, fake_quantize(x, find_params(x, args), args))
+
+
+def test_threads_make_the_same_parts():
+    x = weight(1, shape=(700, 4096))
+    for options in (W4, NVFP4, {"strategy": "block", "block_structure": [128, 128]}):
+        plan = Plan(Quantized(QuantizationArgs(**options)))
+        whole = encode(plan, x)
+        with Workers(3) as workers:
+            shared = encode(plan, x, workers.each)
+            assert same_bits(decode(whole, workers.each), decode(whole))
+        assert all(same_bits(part, shared.parts[name]) for name, part in whole.parts.items())
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        {},
+        {"q": chain(Huffman())},
+        {"q": chain(Bitmask(), values=Huffman()), "scale": chain(Huffman())},
+    ],
+)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_codes_can_be_coded_further(options, then, tmp_path):
+    args = QuantizationArgs(**options)
+    x, path = weight(shape=(64, 960)), tmp_path / "x.safetensors"
+    plan = chain(Quantized(args, packed=not then), **then)
+    summary = slimtensors.save({"a.weight": x}, path, preset=plan)
+    assert summary.tensors[0].codec == str(plan)
+    back = slimtensors.load(path)["a.weight"]
+    assert same_bits(back + 0.0, fake_quantize(x, find_params(x, args), args) + 0.0)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_codes_from_elsewhere_are_stored_as_they_are(options, tmp_path):
+    args = QuantizationArgs(**options)
+    x, path = weight(shape=(16, 64)), tmp_path / "x.safetensors"
+    found = find_params(x * 0.9, args)
+    codes = quantize(x, found, args)
+    given = Quantized(args, packed=False).encoded(
+        codes, found, x.dtype, then={"q": Plan(Huffman())}
+    )
+    state = {"layer.weight": given, "layer.bias": torch.ones(3), "step": 7}
+    slimtensors.save(state, path, preset="dense")
+    back = slimtensors.load(path)
+    assert same_bits(back["layer.weight"] + 0.0, fake_quantize(x, found, args) + 0.0)
+    assert back["step"] == 7
+    with slimtensors.open(path) as archive:
+        assert archive.info("layer.weight").codec == "quantized(q=huffman)"
+
+
+def test_groups_that_are_not_neighbours_are_stored_too(tmp_path):
+    args = QuantizationArgs(**W4)
+    x, path = weight(), tmp_path / "x.safetensors"
+    g_idx = torch.randperm(96, generator=torch.Generator().manual_seed(0)).to(torch.int32) % 6
+    params = Params(find_params(x, args).scale, g_idx=g_idx)
+    codes = quantize(x, params, args)
+    slimtensors.save({"w": Quantized(args).encoded(codes, params, x.dtype)}, path)
+    assert same_bits(slimtensors.load(path)["w"], fake_quantize(x, params, args))
+
+
+def test_an_encoded_tensor_is_refused_where_it_cannot_be(tmp_path):
+    x = encode(Plan(Quantized(QuantizationArgs(**W4))), weight())
+    with pytest.raises(ConfigError, match=r"w: the dialect 'compressed-tensors' cannot"):
+        slimtensors.save({"w": x}, tmp_path / "x.safetensors", dialect="compressed-tensors")
+    broken = Encoded(x.codec, x.spec, {**x.parts, "scale": torch.eye(2).to_sparse()})
+    with pytest.raises(UnsupportedTensorError, match="w: scale: has layout"):
+        slimtensors.save({"w": broken}, tmp_path / "x.safetensors")
+    codec, params = Quantized(QuantizationArgs(**W4)), Params(torch.ones(2, 1))
+    codes, then = torch.zeros(2, 16, dtype=torch.int8), {"codes": Plan(Huffman())}
+    with pytest.raises(ConfigError, match="no part 'codes'"):
+        codec.encoded(codes, params, torch.float32, then=then)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "like"),
+    [
+        (W4, {"q": torch.zeros(12, 11, dtype=torch.int32)}, None),
+        (W4, {"q": torch.zeros(12, 12, dtype=torch.int64)}, None),
+        (W4, {"scale": torch.ones(12, 5)}, None),
+        (W4, {"scale": torch.ones(12, 6, dtype=torch.int8)}, None),
+        (W4, {"zero_point": torch.ones(12, 6, dtype=torch.int8)}, None),
+        (W4, {"g_idx": torch.full((96,), -1)}, None),
+        (W4, {"g_idx": torch.full((96,), 6)}, None),
+        (W4, {"g_idx": torch.zeros(95, dtype=torch.int32)}, None),
+        (W4, {}, Spec(torch.int32, (12, 96))),
+        (W4, {}, Spec(torch.bfloat16, (12, 97))),
+        (W4, {}, Spec(torch.bfloat16, (12 * 96,))),
+        (W4, {}, Spec(torch.bfloat16, (0, 96))),
+        (NVFP4, {"global_scale": torch.ones(3)}, None),
+        (NVFP4, {"global_scale": torch.ones(1, dtype=torch.float64)}, None),
+        (NVFP4, {"scale": torch.ones(12, 6, dtype=torch.uint8)}, None),
+        (KINDS[4], {"zero_point": torch.ones(12, 1)}, None),
+        (KINDS[4], {"zero_point": None}, None),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(options, change, like):
+    codec, x = Quantized(QuantizationArgs(**options)), weight()
+    parts = {**codec.encode(x), **change}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    with pytest.raises(CorruptFileError):
+        decode(Encoded(codec, like or Spec.of(x), parts))
+
+
+def test_bad_arguments_in_a_file_are_an_error_of_the_file():
+    for args in ({"num_bits": 99}, {"nmu_bits": 4}, {"group_size": "x"}):
+        with pytest.raises(FormatError):
+            codecs.from_json({"name": "quantized", "args": args})
+    with pytest.raises(FormatError):
+        codecs.from_json({"name": "quantized", "args": 3})
+    with pytest.raises(ConfigError, match="packed"):
+        Quantized(packed=1)
+
+
+def test_what_cannot_be_quantized_is_refused_by_name(tmp_path):
+    plan = Plan(Quantized(QuantizationArgs(**W4)))
+    for x, said in ((torch.ones(4, 30), "30 columns"), (torch.full((4, 32), torch.nan), "NaN")):
+        with pytest.raises(ConfigError, match=f"w: .*{said}"):
+            slimtensors.save({"w": x}, tmp_path / "x.safetensors", preset=plan)
