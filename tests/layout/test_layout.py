@@ -18,12 +18,8 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-<<<<<<< HEAD
-    *["tree", "plan", "container", "sparsity", "quantization"],
-    "tensors",
-=======
     *["plan", "tree", "container", "sparsity", "quantization"],
->>>>>>> formats
+    "tensors",
     *["summary", "presets", "dialects"],
     "archive",
     *["delta", "formats", "folder", "model"],

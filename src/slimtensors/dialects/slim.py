@@ -72,14 +72,18 @@ class BlobMember:
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
+        out = decode(self.encoded(each), each)
+        self.file.release(self.entry)
+        return out
+
+    def encoded(self, each: Each) -> Encoded:
+        """Check the blob and return what it holds, in the file's pages."""
         raw = self.file.read(self.entry)
         start, header = unpack_header(raw)
         payload = raw[start:]
         if checksum(payload, each) != header.get("crc32c"):
             raise CorruptFileError("the checksum differs: the file is damaged")
-        out = decode(rebuild(header, payload), each)
-        self.file.release(self.entry)
-        return out
+        return rebuild(header, payload)
 
     def _header(self) -> Json:
         start = bytes(self.file.read(self.entry, _START.size))

@@ -17,6 +17,7 @@ from slimtensors.tensors.convert import (
 )
 from slimtensors.tensors.quantized import QuantizedConfig, QuantizedTensor
 from slimtensors.tensors.sparse import CsrTensor, SparseTensor
+from slimtensors.tensors.stored import from_module
 
 __all__ = [
     "CompressedTensor",
@@ -27,6 +28,7 @@ __all__ = [
     "SparseTensor",
     "dequantize_",
     "float8_weight_only",
+    "from_module",
     "get_model_size_in_bytes",
     "int4_weight_only",
     "int8_dynamic_activation_int8_weight",

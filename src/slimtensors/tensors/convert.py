@@ -75,6 +75,11 @@ def is_linear_or_embedding(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding)
 
 
+def is_mostly_zero(zeros: int, items: int) -> bool:
+    """Tell whether kernels that skip zeros are worth it."""
+    return zeros >= _ROWS_FROM * items
+
+
 def int8_weight_only(group_size: int | None = None) -> Compression:
     """Hold weights as 8-bit integers with a scale per row, or per group of columns."""
     return _quantizing(_integers(8, group_size))
@@ -102,7 +107,7 @@ def sparse_weight() -> Compression:
 
     def compress(weight: Tensor) -> CompressedTensor:
         zeros = count_zeros(weight.detach().cpu().contiguous())
-        if weight.dim() == 2 and zeros.zero >= _ROWS_FROM * zeros.items:
+        if weight.dim() == 2 and is_mostly_zero(zeros.zero, zeros.items):
             return CsrTensor.of(weight)
         return SparseTensor.of(weight)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slimtensors.errors import ConfigError, CorruptFileError, UnsupportedOperationError
+from slimtensors.errors import CorruptFileError, UnsupportedOperationError
 from slimtensors.quantization import affine, fused
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
@@ -93,7 +93,7 @@ class QuantizedTensor(CompressedTensor):
         weight = weight.detach()
         args = config.args
         params = affine.find_params(weight, args)
-        codes = fused.compress(weight, params, args, _kind_for(args))
+        codes = fused.compress(weight, params, args, kind_for(args))
         if params.zero_point is not None:
             # As exact as integers, and what kernels take.
             params = replace(params, zero_point=params.zero_point.to(weight.dtype))
@@ -104,7 +104,7 @@ class QuantizedTensor(CompressedTensor):
         args, shape = self.config.args, tuple(self.shape)
         if isinstance(self.codes, CompressedTensor):
             self.codes.check()
-        kinds = ("int", "packed") if args.dtype is torch.int8 else (_KINDS[args.dtype],)
+        kinds: set[Kind] = {_KINDS[args.dtype], kind_for(args)}
         if Spec.of(self.codes) not in [fused.stored_spec(shape, args, kind) for kind in kinds]:
             raise CorruptFileError(f"codes of {Spec.of(self.codes)} for a weight of shape {shape}")
         check_params(shape, self.params, args)
@@ -205,14 +205,9 @@ def _decoded(
     return fused.decompress(codes, _KINDS[codes.dtype], params, args, shape)
 
 
-def _kind_for(args: QuantizationArgs) -> Kind:
+def kind_for(args: QuantizationArgs) -> Kind:
     """Return how codes are held: integers of less than eight bits lie packed."""
-    if args.dtype is torch.int8 and args.num_bits < 8:
-        return "packed"
-    kind = _KINDS[args.dtype]
-    if kind == "fp4":
-        raise ConfigError("weights are quantized to 4-bit floats by ModelCompressor")
-    return kind
+    return "packed" if args.dtype is torch.int8 and args.num_bits < 8 else _KINDS[args.dtype]
 
 
 def _one_scale_per_row(args: QuantizationArgs) -> bool:

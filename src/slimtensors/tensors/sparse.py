@@ -7,9 +7,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from slimtensors import _core
 from slimtensors.codecs import Bitmask
+from slimtensors.codecs.bitmask import mask_shape
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.spec import Spec
+from slimtensors.spec import Spec, as_bytes
 from slimtensors.tensors.compressed import CompressedTensor, NoConfig
 
 
@@ -33,6 +35,13 @@ class SparseTensor(CompressedTensor):
         spec = Spec(self.dtype, tuple(self.shape))
         parts = {"mask": self.mask.cpu(), "values": self.kept.cpu()}
         return Bitmask().decode(parts, spec).to(self.device)
+
+    def check(self) -> None:
+        """Raise `CorruptFileError` if the mask does not fit the shape, or not the values."""
+        spec = Spec(self.dtype, tuple(self.shape))
+        fits = Spec.of(self.mask) == Spec(torch.uint8, mask_shape(spec))
+        if not fits or _core.popcount(as_bytes(self.mask)) != self.kept.numel():
+            raise CorruptFileError(f"{self.kept.numel()} values and a mask for {spec} do not fit")
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """Return some rows, compressed if they are a slice."""
