@@ -1,0 +1,209 @@
+"""The compiled loops of quantization against slow twins in torch, in fast and in plain code."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import same_bits
+
+from slimtensors import _core
+from slimtensors.quantization import QuantizationArgs
+from slimtensors.quantization.affine import Params, dequantize, quantize
+from slimtensors.spec import as_bytes, dtype_name
+
+NONE = torch.empty(0, dtype=torch.uint8)
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+WORDS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+relaxed = settings(deadline=None, max_examples=60)
+
+
+def framed(size):
+    """Bytes at an odd address between guards, and the guards."""
+    whole = torch.full((size + 65,), 0xA5, dtype=torch.uint8)
+    start = 32 + (whole.data_ptr() + 1) % 2
+    return whole[start : start + size], (whole[:start], whole[start + size :])
+
+
+def untouched(guards):
+    return all(bool((guard == 0xA5).all()) for guard in guards)
+
+
+def slow_pack(codes, bits):
+    """The stream of each row as one long integer."""
+    size = 4 * -(-codes.shape[1] * bits // 32)
+    rows = []
+    for row in codes.tolist():
+        stream = sum((code + (1 << bits - 1)) << i * bits for i, code in enumerate(row))
+        rows.append(stream.to_bytes(size, "little"))
+    return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).copy())
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**32))
+@relaxed
+def test_codes_are_packed_as_long_integers_say(bits, rows, row, seed):
+    made = torch.Generator().manual_seed(seed)
+    half = 1 << bits - 1
+    codes = torch.randint(-half, half, (rows, row), generator=made, dtype=torch.int8)
+    wanted = slow_pack(codes, bits)
+    words, guards = framed(wanted.numel())
+    _core.pack_codes(as_bytes(codes), bits, row, words)
+    assert same_bits(words, wanted)
+    assert untouched(guards)
+    back, guards = framed(codes.numel())
+    _core.unpack_codes(words, bits, row, back)
+    assert same_bits(back.view(torch.int8).view(rows, row), codes)
+    assert untouched(guards)
+
+
+def numbers(count, dtype, seed):
+    """Every kind of finite number: raw bits, zeros of both signs, ordinary sizes, halves."""
+    made = torch.Generator().manual_seed(seed)
+    raw = torch.randint(-(2**31), 2**31, (count,), generator=made).to(torch.int32)
+    x = raw.to(WORDS[dtype]).view(dtype)
+    x = torch.where(torch.isfinite(x), x, torch.zeros((), dtype=dtype))
+    plain = (torch.randn(count, generator=made) * 8).to(dtype)
+    halves = torch.randint(-40, 40, (count,), generator=made).to(dtype) / 4
+    kind = torch.randint(0, 3, (count,), generator=made)
+    return torch.where(kind == 0, x, torch.where(kind == 1, plain, halves))
+
+
+@given(
+    st.sampled_from(FLOATS),
+    st.sampled_from(["same", "float32"]),
+    st.sampled_from([*(("int", b) for b in range(1, 9)), ("fp8", 8), ("fp4", 4)]),
+    st.booleans(),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 7, 8, 40, 96, 513, 1024]),
+    st.integers(0, 2**32),
+)
+@relaxed
+def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed, rows, group, seed):
+    name, bits = kind
+    row = group * (2 if group % 2 else 3)
+    x = numbers(rows * row, dtype, seed).view(rows, row)
+    scale_dtype = dtype if steps == "same" else torch.float32
+    scale = numbers(rows * (row // group), scale_dtype, seed + 1).abs()
+    scale = torch.where(scale == 0, torch.ones((), dtype=scale_dtype), scale).view(rows, -1)
+    asymmetric = signed and name == "int"
+    half = 1 << bits - 1
+    zero = torch.randint(-half, half, scale.shape, dtype=torch.int8) if asymmetric else None
+    args = QuantizationArgs(
+        num_bits=bits,
+        type="int" if name == "int" else "float",
+        symmetric=not asymmetric,
+        group_size=group,
+    )
+    params = Params(scale, zero)
+    wanted = quantize(x, params, args)
+    packed = wanted[:, ::2] | wanted[:, 1::2] << 4 if name == "fp4" else wanted
+    codes, guards = framed(packed.numel())
+    zeros = NONE if zero is None else as_bytes(zero)
+    scales = (as_bytes(scale), dtype_name(scale_dtype), 1.0, zeros, (row, group, 1))
+    found = _core.quantize(
+        as_bytes(x), dtype_name(dtype), dtype_name(scale_dtype), *scales, name, bits, codes
+    )
+    assert found
+    assert same_bits(codes, as_bytes(packed))
+    assert untouched(guards)
+    dense = dequantize(wanted, params, args, dtype)
+    finite = torch.isfinite(dense)
+    if scale_dtype is dtype:
+        out, guards = framed(x.nbytes)
+        _core.dequantize(codes, name, bits, *scales, dtype_name(dtype), out)
+        back = out.clone().view(dtype).view(rows, row)
+        assert same_bits(back[finite], dense[finite])
+        assert torch.equal(torch.isnan(back), torch.isnan(dense))
+        assert untouched(guards)
+
+
+@given(st.sampled_from(FLOATS), st.integers(1, 4), st.integers(1, 70), st.integers(1, 40))
+@relaxed
+def test_ranges_are_those_of_torch(dtype, rows, row, columns):
+    x = numbers(rows * row, dtype, rows + row).view(rows, row)
+    runs = torch.split(x.float(), columns, 1)
+    low, high = (torch.empty(rows, len(runs), dtype=dtype) for _ in range(2))
+    _core.find_ranges(as_bytes(x), dtype_name(dtype), row, columns, as_bytes(low), as_bytes(high))
+    assert torch.equal(low.float(), torch.stack([run.amin(1) for run in runs], 1))
+    assert torch.equal(high.float(), torch.stack([run.amax(1) for run in runs], 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_shows(dtype, bad):
+    x = torch.ones(1, 77, dtype=dtype)
+    x[0, 70] = bad
+    low, high = torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype)
+    _core.find_ranges(as_bytes(x), dtype_name(dtype), 77, 77, as_bytes(low), as_bytes(high))
+    assert not (torch.isfinite(low) and torch.isfinite(high))
+    name, codes = dtype_name(dtype), torch.empty(77, dtype=torch.uint8)
+    scale = (as_bytes(torch.ones(1, dtype=dtype)), name, 1.0, NONE, (77, 77, 1))
+    assert not _core.quantize(as_bytes(x), name, name, *scale, "int", 8, codes)
+
+
+def test_every_small_float_is_read_as_torch_reads_it():
+    every = torch.arange(256).to(torch.uint8)
+    one = (as_bytes(torch.ones(1)), "float32", 1.0, NONE, (256, 256, 1))
+    out = torch.empty(256)
+    _core.dequantize(every, "fp8", 8, *one, "float32", as_bytes(out))
+    wanted = every.view(torch.float8_e4m3fn).float()
+    number = ~torch.isnan(wanted)
+    assert same_bits(out[number], wanted[number])
+    assert torch.isnan(out[~number]).all()
+    codes = torch.full((256,), 4, dtype=torch.int8)
+    for kind in ("float8_e4m3fn", "float8_e8m0fnu"):
+        scales = (every, kind, 1.0, NONE, (256, 1, 1))
+        _core.dequantize(as_bytes(codes), "int", 8, *scales, "float32", as_bytes(out))
+        scale = every.view(getattr(torch, kind)).float()
+        if kind == "float8_e8m0fnu":
+            scale[255] = torch.inf  # as compressed-tensors has it; the standard says NaN
+        assert torch.equal((4 * scale)[number], out[number])
+
+
+BLOCKS = (8, 8, 1)
+GOOD = (bytes(16), "float16", "float16", bytes(2), "float16", 1.0, b"", BLOCKS, "int", 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({0: bytes(15)}, "whole rows"),
+        ({1: "float64"}, "unknown kind of numbers"),
+        ({1: "float8_e4m3fn"}, "items must be"),
+        ({3: bytes(4)}, "one scale per block"),
+        ({6: bytes(2)}, "one zero point"),
+        ({7: (0, 8, 1)}, "empty"),
+        ({7: (8, 0, 1)}, "empty"),
+        ({7: (8, 8, 0)}, "empty"),
+        ({7: (1 << 62, 8, 1)}, "whole rows"),
+        ({8: "fp3"}, "unknown kind of codes"),
+        ({9: 9}, "1 to 8 bits"),
+        ({8: "packed", 9: 3}, "size of their items"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(change, said):
+    codes = bytearray(b"x" * 8)
+    arguments = [change.get(i, value) for i, value in enumerate(GOOD)]
+    with pytest.raises(ValueError, match=said):
+        _core.quantize(*arguments, codes)
+    assert codes == b"x" * 8
+
+
+def test_rows_of_odd_length_hold_no_pairs():
+    with pytest.raises(ValueError, match="pairs"):
+        _core.quantize(
+            bytes(6), "float16", "float16", bytes(2), "float16", 1.0, b"", (3, 3, 1), "fp4", 4,
+            bytearray(1),
+        )  # fmt: skip
+
+
+@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")
+def test_plain_code_passes_the_same_tests():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "SLIMTENSORS_CPU": "plain"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
