@@ -21,6 +21,8 @@ __all__ = [
 ]
 
 _OF_TENSORS = (
+    "coded_weight",
+    "decode_ahead",
     "dequantize_",
     "float8_weight_only",
     "get_model_size_in_bytes",

@@ -1,5 +1,6 @@
 """Tensors that stay compressed while a model runs."""
 
+from slimtensors.tensors.coded import CodedTensor, coded_weight, decode_ahead
 from slimtensors.tensors.compressed import CompressedTensor, rebuild
 from slimtensors.tensors.convert import (
     Compression,
@@ -20,12 +21,15 @@ from slimtensors.tensors.sparse import CsrTensor, SparseTensor
 from slimtensors.tensors.stored import from_module
 
 __all__ = [
+    "CodedTensor",
     "CompressedTensor",
     "Compression",
     "CsrTensor",
     "QuantizedConfig",
     "QuantizedTensor",
     "SparseTensor",
+    "coded_weight",
+    "decode_ahead",
     "dequantize_",
     "float8_weight_only",
     "from_module",

@@ -15,6 +15,7 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.codec import Quantized
 from slimtensors.spec import Each, Parts, Spec, as_bytes, on_cpu, serially
+from slimtensors.tensors.coded import CodedTensor
 from slimtensors.tensors.compressed import CompressedTensor, NoConfig
 from slimtensors.tensors.convert import is_mostly_zero
 from slimtensors.tensors.quantized import QuantizedConfig, QuantizedTensor, kind_for
@@ -52,6 +53,8 @@ def encoded(x: CompressedTensor) -> Encoded:
     spec = Spec(x.dtype, tuple(x.shape))
     if isinstance(x, SparseTensor):
         return Encoded(Bitmask(), spec, {"mask": on_cpu(x.mask), "values": on_cpu(x.kept)})
+    if isinstance(x, CodedTensor):
+        return x.encoded()
     if not isinstance(x, QuantizedTensor):
         raise UnsupportedTensorError(f"a {type(x).__name__} is stored as a dense tensor would be")
     args, zero = x.config.args, x.zero_point
