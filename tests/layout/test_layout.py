@@ -22,7 +22,7 @@ LAYERS = [
     *["presets", "tensors"],
     *["summary", "dialects"],
     "archive",
-    *["delta", "formats", "folder", "model"],
+    *["delta", "formats", "folder", "model", "torchao"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

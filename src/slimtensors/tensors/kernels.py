@@ -32,7 +32,7 @@ def linear_of_codes(
         return None
     flat = x.reshape(count, x.shape[-1])
     if _torch_has_it(x, codes, params, args):
-        scale = params.scale.reshape(-1).to(x.dtype)
+        scale = params.scale.reshape(-1)
         out = torch._weight_int8pack_mm(flat.contiguous(), codes.contiguous(), scale)
     elif count <= _VERY_FEW and _core_has_it(x, codes, params, args):
         out = _multiplied(flat, codes, params, args)
@@ -44,7 +44,8 @@ def linear_of_codes(
 def _torch_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
     # For bf16 only: with other dtypes torch's kernel takes ten times as long as a dense product.
     by_row = args.strategy is QuantizationStrategy.CHANNEL and params.zero_point is None
-    return by_row and codes.dtype is torch.int8 and x.dtype is torch.bfloat16
+    dtypes = {x.dtype, params.scale.dtype}
+    return by_row and codes.dtype is torch.int8 and dtypes == {torch.bfloat16}
 
 
 def _core_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
