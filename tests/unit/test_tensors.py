@@ -359,3 +359,31 @@ def test_parts_from_a_file_must_fit():
         leaves = {k: change[k](v) if k in change else v for k, v in held.leaves()}
         with pytest.raises(CorruptFileError):
             rebuild(json.dumps(held.form()), leaves)
+
+
+@each_dtype
+@each_kind
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_parts_and_inputs_may_lie_anywhere_in_memory(compress, dtype, count):
+    def shifted(part):
+        raw = torch.zeros(part.nbytes + 128, dtype=torch.uint8)
+        start = -raw.data_ptr() % 64 + part.element_size()
+        raw = raw[start : start + part.nbytes]
+        return (
+            raw.copy_(part.contiguous().view(-1).view(torch.uint8)).view(part.dtype).view_as(part)
+        )
+
+    weight = compress(matrix(48, 96, dtype=dtype, keep=1))
+    x = torch.randn(count, 96, dtype=dtype)
+    wanted = functional.linear(x, weight)
+    assert close(functional.linear(shifted(x), weight.changed(shifted)), wanted, tolerance(dtype))
+
+
+@pytest.mark.parametrize("columns", [1, 7, 17, 24, 40])
+def test_rows_may_have_any_length(columns):
+    for dtype in DTYPES:
+        for compress in (int8_weight_only(), float8_weight_only(), SparseTensor.of, CsrTensor.of):
+            weight = compress(matrix(33, columns, dtype=dtype, keep=1))
+            x = torch.randn(5, columns, dtype=dtype)
+            wanted = functional.linear(x, weight.dequantize())
+            assert close(functional.linear(x, weight), wanted, tolerance(dtype))

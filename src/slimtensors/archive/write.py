@@ -28,6 +28,9 @@ from slimtensors.presets import Choice, Chooser
 from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
 
+_ALIGN = 64
+"""What torch aligns memory to, and some kernels expect."""
+
 Progress = Callable[[int], object]
 """Called with the number of dense bytes that were just done."""
 
@@ -207,6 +210,8 @@ def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: 
         for item in state.items
     )
     reserve = 256 + text * how.parts
+    if any(item.encoded for item in state.items):  # used from the file's pages, as if in memory
+        reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
     target = local(path)
     if limit is None and not target.is_dir():

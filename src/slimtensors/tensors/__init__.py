@@ -16,6 +16,7 @@ from slimtensors.tensors.convert import (
     sparse_int8_weight,
     sparse_weight,
 )
+from slimtensors.tensors.distributed import broadcast_
 from slimtensors.tensors.quantized import QuantizedConfig, QuantizedTensor
 from slimtensors.tensors.sparse import CsrTensor, SparseTensor
 from slimtensors.tensors.stored import from_module
@@ -28,6 +29,7 @@ __all__ = [
     "QuantizedConfig",
     "QuantizedTensor",
     "SparseTensor",
+    "broadcast_",
     "coded_weight",
     "decode_ahead",
     "dequantize_",

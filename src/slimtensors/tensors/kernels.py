@@ -17,6 +17,9 @@ _FEW = 64
 _VERY_FEW = 12
 """Inputs up to which our kernel is faster than dequantizing."""
 
+_ALIGNED = 64
+"""What torch aligns memory to."""
+
 _WORTH_THREADS = 1 << 17
 """Codes per thread that are worth starting one."""
 
@@ -32,8 +35,9 @@ def linear_of_codes(
         return None
     flat = x.reshape(count, x.shape[-1])
     if _torch_has_it(x, codes, params, args):
-        scale = params.scale.reshape(-1)
-        out = torch._weight_int8pack_mm(flat.contiguous(), codes.contiguous(), scale)
+        flat = flat.contiguous()
+        flat = flat.clone() if flat.data_ptr() % _ALIGNED else flat
+        out = torch._weight_int8pack_mm(flat, codes, params.scale.reshape(-1))
     elif count <= _VERY_FEW and _core_has_it(x, codes, params, args):
         out = _multiplied(flat, codes, params, args)
     else:
@@ -44,8 +48,10 @@ def linear_of_codes(
 def _torch_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
     # For bf16 only: with other dtypes torch's kernel takes ten times as long as a dense product.
     by_row = args.strategy is QuantizationStrategy.CHANNEL and params.zero_point is None
-    dtypes = {x.dtype, params.scale.dtype}
-    return by_row and codes.dtype is torch.int8 and dtypes == {torch.bfloat16}
+    kinds = codes.dtype is torch.int8 and {x.dtype, params.scale.dtype} == {torch.bfloat16}
+    # It reads whole vectors at aligned addresses, and would end the process at any other.
+    aligned = codes.is_contiguous() and not (codes.data_ptr() | codes.shape[1]) % 16
+    return by_row and kinds and aligned
 
 
 def _core_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
