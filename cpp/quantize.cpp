@@ -127,13 +127,13 @@ void dequantize_by_table(Bytes codes, Codes from, const Walk& walk, const Blocks
     const std::size_t stride = row_bytes(from, blocks.row);
     std::uint8_t all[16];
     for (unsigned code = 0; code < 16; ++code) all[code] = static_cast<std::uint8_t>(code - flip_of(from));
+    float numbers[16];
+    (from.kind == Codes::fp4 ? loops.of_fp4 : loops.of_ints)(all, 16, numbers);
+    const auto tabulate = loops.tabulate[selected(kind)];
     for (std::size_t r = 0; r < walk.rows(); ++r)
         walk.each_scale(r, 0, blocks.row, [&](std::size_t begin, std::size_t count, float scale, float zero) {
-            float numbers[16];
             std::uint16_t table[16];
-            (from.kind == Codes::fp4 ? loops.of_fp4 : loops.of_ints)(all, 16, numbers);
-            loops.multiply(numbers, 16, scale, zero);
-            loops.store[selected(kind)](numbers, 16, reinterpret_cast<std::uint8_t*>(table));
+            tabulate(numbers, scale, zero, table);
             loops.look_up(codes.data() + r * stride + begin / 2, count, table,
                           items.data() + (r * blocks.row + begin) * 2, items.size() >= more_than_caches);
         });

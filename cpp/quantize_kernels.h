@@ -38,6 +38,10 @@ struct QuantizeKernels {
     std::array<Pack, 9> pack;  // by bits
     std::array<Unpack, 9> unpack;
 
+    // What 16 numbers become: multiply, and round to items of two bytes (f16, bf16).
+    using Tabulate = void (*)(const float* numbers, float scale, float zero, std::uint16_t* table);
+    std::array<Tabulate, 3> tabulate;
+
     // Items of two bytes by codes of four bits. Writing past the caches is faster if they cannot hold it;
     // other threads see that for sure only after `settle`.
     void (*look_up)(const std::uint8_t* from, std::size_t count, const std::uint16_t* table,

@@ -43,6 +43,11 @@ struct QuantizeLoops {
         for (std::size_t i = 0; i < count; ++i) x[i] = (x[i] - zero) * scale;
     }
 
+    template <class Float>
+    static void tabulate(const float* numbers, float scale, float zero, std::uint16_t* table) {
+        for (std::size_t i = 0; i < 16; ++i) table[i] = Float::nearest((numbers[i] - zero) * scale);
+    }
+
     static void to_ints(const float* x, std::size_t count, float least, float greatest, std::uint8_t* codes) {
         constexpr float ones = 0x1.8p23f;  // where floats are integers: adding it rounds
         for (std::size_t i = 0; i < count; ++i) {
@@ -267,6 +272,7 @@ struct QuantizeLoops {
             of_fp8,
             {nullptr, pack<1>, pack<2>, pack<3>, pack<4>, pack<5>, pack<6>, pack<7>, pack<8>},
             {nullptr, unpack<1>, unpack<2>, unpack<3>, unpack<4>, unpack<5>, unpack<6>, unpack<7>, unpack<8>},
+            {nullptr, tabulate<F16>, tabulate<BF16>},
             look_up,
             settle,
             {range<F32>, range<F16>, range<BF16>},

@@ -43,6 +43,7 @@ CASES = {
     "nvfp4": ("nvfp4-pack-quantized", NVFP4),
     "mxfp4": ("mxfp4-pack-quantized", {**FP4, **MX}),
     "mxfp8": ("mxfp8-quantized", {**FP8, **MX}),
+    "int8-order": ("int-quantized", {"num_bits": 8, **GROUP, "actorder": "group"}),
     "w4-group-order": ("pack-quantized", {"num_bits": 4, **GROUP, "actorder": "group"}),
     "w3-asym-order": (
         "pack-quantized",

@@ -53,6 +53,14 @@ def part(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
     return parts[suffix]
 
 
+def column_groups(parts: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the group of each column, if groups are not neighbours."""
+    order = parts.get("weight_g_idx")
+    if order is None or bool((order < 0).any()):  # how older releases say that it is unused
+        return None
+    return order
+
+
 def check_params(shape: tuple[int, ...], params: Params, args: QuantizationArgs) -> Params:
     """Return the params of a weight of this shape if they fit it."""
     wanted = scale_shape(shape, args)

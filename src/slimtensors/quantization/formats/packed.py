@@ -12,7 +12,7 @@ from slimtensors.quantization import bits, fused
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.bits import Layout
-from slimtensors.quantization.formats.format import check_params, part
+from slimtensors.quantization.formats.format import check_params, column_groups, part
 from slimtensors.spec import Each, serially
 
 _FIRST_STREAM = (0, 18)
@@ -122,12 +122,7 @@ class PackQuantized:
             if _packs_zero_point(args):
                 by_row = bits.unpack(zero_point.transpose(-1, -2), args.num_bits, shape[-2], layout)
                 zero_point = by_row.transpose(-1, -2).contiguous()
-        g_idx = parts.get("weight_g_idx")
-        if g_idx is not None and bool(
-            (g_idx < 0).any()
-        ):  # how older releases say that it is unused
-            g_idx = None
-        params = Params(part(parts, "weight_scale"), zero_point, g_idx=g_idx)
+        params = Params(part(parts, "weight_scale"), zero_point, g_idx=column_groups(parts))
         return check_params(shape, params, args)
 
 

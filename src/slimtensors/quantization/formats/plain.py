@@ -11,7 +11,7 @@ from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.quantization import fused
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
-from slimtensors.quantization.formats.format import check_params, part
+from slimtensors.quantization.formats.format import check_params, column_groups, part
 from slimtensors.quantization.formats.mx import check_exponents, exponents_of
 from slimtensors.spec import Each, serially
 
@@ -24,10 +24,12 @@ class PlainCodes:
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
         """Return `weight` (int8 or float8), `weight_scale` and, if asymmetric, the zero point."""
-        self._check(params, args)
+        self._check(args)
         parts = {"weight": codes, "weight_scale": params.scale}
         if params.zero_point is not None:
             parts["weight_zero_point"] = params.zero_point
+        if params.g_idx is not None:
+            parts["weight_g_idx"] = params.g_idx
         return parts
 
     def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
@@ -37,14 +39,14 @@ class PlainCodes:
             kind = f"{codes.dtype} of shape {tuple(codes.shape)}"
             raise CorruptFileError(f"weight is {kind}, but codes would be {args.dtype}")
         zero_point = None if args.symmetric else part(parts, "weight_zero_point")
-        params = Params(part(parts, "weight_scale"), zero_point)
+        params = Params(part(parts, "weight_scale"), zero_point, g_idx=column_groups(parts))
         return codes, check_params(tuple(codes.shape), params, args)
 
     def compress(
         self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
     ) -> dict[str, Tensor]:
         """Round and store."""
-        self._check(params, args)
+        self._check(args)
         return self.store(fused.compress(weight, params, args, _kind(args), each), params, args)
 
     def decompress(
@@ -58,11 +60,9 @@ class PlainCodes:
         codes, params = self.parse(parts, args)
         return fused.decompress(codes, _kind(args), params, args, tuple(codes.shape), each, out)
 
-    def _check(self, params: Params, args: QuantizationArgs) -> None:
+    def _check(self, args: QuantizationArgs) -> None:
         if args.dtype is torch.uint8:
             raise ConfigError(f"{self.name} does not store 4-bit floats; mxfp4 and nvfp4 do")
-        if params.g_idx is not None:
-            raise ConfigError(f"{self.name} has no place for g_idx; pack-quantized has")
 
 
 @dataclass(frozen=True)
