@@ -266,6 +266,7 @@ def machine() -> dict[str, Any]:
         "numpy",
         "compressed-tensors",
         "llmcompressor",
+        "torchao",
         "transformers",
     )
     model = next(

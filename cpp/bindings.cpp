@@ -18,6 +18,7 @@
 #include "grouping.h"
 #include "huffman.h"
 #include "mask24.h"
+#include "product.h"
 #include "quantize.h"
 
 namespace nb = nanobind;
@@ -257,4 +258,18 @@ NB_MODULE(_core, m) {
             unpack_codes(words.bytes, bits, row, codes.bytes);
         },
         "words"_a, "bits"_a, "row"_a, "codes"_a, no_gil);
+
+    m.def(
+        "multiply_codes",
+        [](const In& codes, std::string_view codes_kind, unsigned bits, const In& scales,
+           std::string_view scale_kind, float divisor, const In& zero_points,
+           std::tuple<std::size_t, std::size_t, std::size_t> blocks, const In& inputs, const Out& products,
+           unsigned threads) {
+            const auto [row, columns, rows] = blocks;
+            multiply_codes(codes.bytes, codes_named(codes_kind, bits),
+                           {scales.bytes, number_named(scale_kind), divisor, zero_points.bytes},
+                           {row, columns, rows}, inputs.bytes, products.bytes, threads);
+        },
+        "codes"_a, "codes_kind"_a, "bits"_a, "scales"_a, "scale_kind"_a, "divisor"_a, "zero_points"_a,
+        "blocks"_a, "inputs"_a, "products"_a, "threads"_a, no_gil);
 }

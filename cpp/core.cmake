@@ -27,7 +27,9 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/density_model.cpp
   ${CMAKE_CURRENT_LIST_DIR}/density_plain.cpp
   ${CMAKE_CURRENT_LIST_DIR}/quantize.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/quantize_plain.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/quantize_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/product.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/product_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_compile_features(slim_core PUBLIC cxx_std_20)
 target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
@@ -35,6 +37,8 @@ target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
 # loops with a choice from becoming vector code.
 target_compile_options(slim_core PRIVATE -ffp-contract=off -fno-trapping-math)
 target_include_directories(slim_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
+find_package(Threads REQUIRED)
+target_link_libraries(slim_core PUBLIC Threads::Threads)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)
@@ -46,8 +50,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     ${CMAKE_CURRENT_LIST_DIR}/huffman_stream_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/bins_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/quantize_avx2.cpp)
+    ${CMAKE_CURRENT_LIST_DIR}/quantize_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp)
   target_sources(slim_core PRIVATE ${avx2})
   set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
+  set_property(SOURCE ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp APPEND PROPERTY COMPILE_OPTIONS "-mfma")
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
 endif()

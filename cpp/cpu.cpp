@@ -26,7 +26,8 @@ Cpu detect_cpu() {
     Cpu found;
 #if defined(SLIMTENSORS_X86)
     found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                 __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+                 __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+                 __builtin_cpu_supports("fma");
     found.crc32c = __builtin_cpu_supports("sse4.2");
 #elif defined(__ARM_FEATURE_CRC32)
     found.crc32c = true;

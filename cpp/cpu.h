@@ -4,7 +4,7 @@ namespace slimtensors {
 
 // What the running processor offers beyond plain x86-64 or ARM code.
 struct Cpu {
-    bool avx2 = false;    // AVX2, BMI1, BMI2 and POPCNT together
+    bool avx2 = false;    // AVX2, FMA, BMI1, BMI2 and POPCNT together
     bool crc32c = false;  // an instruction for CRC-32C
 };
 

@@ -280,3 +280,21 @@ def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None
 
 def unpack_codes(words: Buffer, bits: int, row: int, codes: MutableBuffer) -> None:
     """Undo `pack_codes`; bits past the end of a row are ignored."""
+
+def multiply_codes(
+    codes: Buffer,
+    codes_kind: str,
+    bits: int,
+    scales: Buffer,
+    scale_kind: str,
+    divisor: float,
+    zero_points: Buffer,
+    blocks: tuple[int, int, int],
+    inputs: Buffer,
+    products: MutableBuffer,
+    threads: int,
+) -> None:
+    """Multiply float32 `inputs` by a weight in codes: int8, 8-bit floats or packed int4.
+
+    `products` has a float32 for each input and row of codes. The number of threads changes none.
+    """

@@ -9,6 +9,7 @@
   * MismatchError              two things that should fit do not
   * StatusError                a step was taken before the one it needs
   * UnsupportedTensorError     a tensor that cannot be stored
+  * UnsupportedOperationError  an operation that compressed tensors do not have
   * MissingDependencyError     an optional package is not installed
 """
 
@@ -50,6 +51,10 @@ class StatusError(SlimError, RuntimeError):
 
 class UnsupportedTensorError(SlimError, TypeError):
     """A tensor of this kind cannot be stored."""
+
+
+class UnsupportedOperationError(SlimError, NotImplementedError):
+    """A compressed tensor cannot do this; a dense one can."""
 
 
 class MissingDependencyError(SlimError, ImportError):

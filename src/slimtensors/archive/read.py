@@ -20,13 +20,13 @@ from slimtensors.container import (
     open_files,
     place,
 )
-from slimtensors.dialects import Member, Packed
-from slimtensors.dialects.slim import BlobMember
+from slimtensors.dialects import BlobMember, Member, Packed
 from slimtensors.entropy import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Spec, dtype_name, serially
 from slimtensors.summary import Stored, Summary
+from slimtensors.tensors.stored import compressed
 from slimtensors.tree import unflatten
 
 Answer = TypeVar("Answer")
@@ -172,19 +172,24 @@ class Archive:
         return self.load_one(name, serially).to(device)
 
     def items(
-        self, *, device: torch.device | str = "cpu", threads: int | None = None
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        threads: int | None = None,
+        run_compressed: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor with its name, decoding the next ones meanwhile.
 
-        Tied names yield the same tensor.
+        Tied names yield the same tensor. `run_compressed` as in `load`.
         """
+        one_of = self.load_compressed if run_compressed else self.load_one
         self.check_whole()
         tied = self.tied()
         held: dict[str, Tensor] = {}
         homes = set(tied.values())
 
         def one(name: str) -> Tensor:
-            return self.load_one(name, workers.each).to(device)
+            return one_of(name, workers.each).to(device)
 
         with Workers(threads) as workers:
             names = [name for name in self if name not in tied]
@@ -211,6 +216,21 @@ class Archive:
         """Return a tensor as it is stored, to be written again; none if it is not one blob."""
         member = self._find(name)
         return member.packed(name) if isinstance(member, BlobMember) else None
+
+    def load_compressed(self, name: str, each: Each) -> Tensor:
+        """Return a tensor that stays compressed if it is a matrix stored that way, else decode it.
+
+        Its parts are not copied: they lie in the pages of the file, checked once, here.
+        """
+
+        def ask(member: Member) -> Tensor:
+            if isinstance(member, BlobMember):
+                held = compressed(member.encoded(each), each)
+                if held is not None:
+                    return held
+            return member.load(each)
+
+        return self._told(name, ask)
 
     def __enter__(self) -> Self:
         return self
@@ -248,14 +268,18 @@ def load(
     *,
     device: torch.device | str = "cpu",
     threads: int | None = None,
+    run_compressed: bool = False,
     storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Read all that a file or folder holds. Any safetensors file will do, compressed or not.
 
     A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
+
+    Tensors come back dense, unless `run_compressed`: then matrices that are stored quantized or
+    sparse stay so (`slimtensors.tensors`) and lie in the pages of the file, which must not change.
     """
     with open(path, storage_options=storage_options) as archive:
-        tensors = dict(archive.items(device=device, threads=threads))
+        tensors = dict(archive.items(device=device, threads=threads, run_compressed=run_compressed))
         return tensors if archive.tree is None else _rebuilt(archive, tensors)
 
 

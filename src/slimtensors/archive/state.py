@@ -11,6 +11,8 @@ from slimtensors.container import check_name
 from slimtensors.dialects import Packed
 from slimtensors.plan import Encoded
 from slimtensors.spec import Each, Json, Spec, check_storable, on_cpu
+from slimtensors.tensors import CompressedTensor, CsrTensor
+from slimtensors.tensors.stored import encoded
 from slimtensors.tree import flatten
 
 
@@ -70,12 +72,13 @@ def _given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
         if isinstance(value, Encoded):
             items.append(_encoded(name, value))
             continue
-        x = check_storable(name, value)
-        home = homes.setdefault(_view_of_memory(x), name)
-        if home == name:
-            items.append(item(name, x))
-        else:
+        home = homes.setdefault(_memory(name, value), name)
+        if home != name:
             tied[name] = home
+        elif isinstance(value, CompressedTensor):
+            items.append(_compressed(name, value))
+        else:
+            items.append(item(name, value))
     return State(items, tied, tree)
 
 
@@ -83,6 +86,21 @@ def _encoded(name: str, value: Encoded) -> Item:
     for path, leaf in value.leaves():
         check_storable(f"{name}: {path}", leaf)
     return Item(name, value.spec, lambda each: value)
+
+
+def _compressed(name: str, x: CompressedTensor) -> Item:
+    spec = Spec(x.dtype, tuple(x.shape))
+    if isinstance(x, CsrTensor):  # a way to run, not to store: the preset says how
+        return Item(name, spec, lambda each: on_cpu(x.dequantize()))
+    return _encoded(name, encoded(x))
+
+
+def _memory(name: str, value: Tensor) -> object:
+    """Check that a tensor can be stored, and return what tied ones have in common."""
+    if not isinstance(value, CompressedTensor):
+        return _view_of_memory(check_storable(name, value))
+    leaves = [check_storable(f"{name}: {path}", leaf) for path, leaf in value.leaves()]
+    return value.dtype, *map(_view_of_memory, leaves)
 
 
 def _view_of_memory(x: Tensor) -> object:

@@ -10,6 +10,7 @@ from slimtensors.container import StoredFile
 from slimtensors.dialects import compressed_tensors, slim
 from slimtensors.dialects.manifest import KEY, VERSION, Manifest, is_sealed
 from slimtensors.dialects.member import Member, Packed, Stored
+from slimtensors.dialects.slim import BlobMember
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Encoded, Plan
 from slimtensors.spec import Each, Json, Spec
@@ -144,6 +145,7 @@ def _manifest(file: StoredFile) -> Manifest | None:
 __all__ = [
     "KEY",
     "VERSION",
+    "BlobMember",
     "Contents",
     "Dialect",
     "Manifest",

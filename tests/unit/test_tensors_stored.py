@@ -1,0 +1,189 @@
+"""Compressed tensors in files: what they are stored as, and how they come back."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from strategies import same_bits
+from torch import nn
+
+import slimtensors
+from slimtensors.errors import CorruptFileError
+from slimtensors.quantization import QuantizationArgs, formats
+from slimtensors.quantization.affine import find_params
+from slimtensors.tensors import (
+    CompressedTensor,
+    CsrTensor,
+    QuantizedTensor,
+    SparseTensor,
+    float8_weight_only,
+    from_module,
+    int4_weight_only,
+    int8_dynamic_activation_int8_weight,
+    int8_weight_only,
+    quantize_,
+    sparse_int8_weight,
+)
+
+KINDS = {
+    "int8": int8_weight_only(),
+    "int4": int4_weight_only(group_size=32),
+    "int8 dynamic": int8_dynamic_activation_int8_weight(),
+    "float8": float8_weight_only(),
+    "sparse": SparseTensor.of,
+    "csr": CsrTensor.of,
+    "sparse int8": sparse_int8_weight(),
+}
+
+
+def matrix(rows=48, columns=64, *, keep=1.0, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g)
+    return torch.where(torch.rand(rows, columns, generator=g) < keep, x, 0.0).bfloat16()
+
+
+def state():
+    tensors = {name: make(matrix(keep=0.05)) for name, make in KINDS.items()}
+    return {**tensors, "bias": torch.randn(48), "tied": tensors["int8"].detach()}
+
+
+def dense(x):
+    return x.dequantize() if isinstance(x, CompressedTensor) else x
+
+
+@pytest.mark.parametrize("shard", [None, "8KB"])
+def test_a_file_loads_dense_or_compressed(tmp_path, shard):
+    tensors = state()
+    target = tmp_path / "file.safetensors" if shard is None else tmp_path
+    slimtensors.save(tensors, target, max_shard_size=shard)
+    plain = slimtensors.load(target)
+    held = slimtensors.load(target, run_compressed=True)
+    assert plain.keys() == held.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert type(plain[name]) is torch.Tensor
+        assert same_bits(plain[name], dense(x))
+        assert same_bits(dense(held[name]), dense(x))
+        assert isinstance(held[name], CompressedTensor) == isinstance(x, CompressedTensor)
+    assert held["tied"] is held["int8"]
+    assert held["int8 dynamic"].config == tensors["int8 dynamic"].config
+    assert isinstance(held["sparse int8"].codes, SparseTensor)
+    assert isinstance(held["sparse"], CsrTensor)  # which it is fast enough for
+
+
+def test_saving_again_gives_the_same_bytes(tmp_path):
+    slimtensors.save(state(), tmp_path / "a")
+    slimtensors.save(slimtensors.load(tmp_path / "a", run_compressed=True), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_codes_are_used_from_the_pages_of_the_file(tmp_path):
+    file = tmp_path / "file.safetensors"
+    weight = int8_weight_only()(matrix(512, 512))
+    slimtensors.save({"norm": torch.ones(512).bfloat16(), "w": weight}, file)
+    held = slimtensors.load(file, run_compressed=True)["w"]
+    spans = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(file))
+    ]
+    assert any(begin <= held.codes.data_ptr() < end for begin, end in spans)
+    assert held.codes.data_ptr() % 16 == 0  # torch's kernel wants that
+    x = torch.randn(1, 512).bfloat16()
+    wanted = nn.functional.linear(x, weight)
+    assert same_bits(nn.functional.linear(x, held), wanted)
+    file.unlink()
+    assert same_bits(nn.functional.linear(x, held), wanted)
+
+
+def test_rounded_presets_run_compressed(tmp_path):
+    weight = matrix(keep=0.5)
+    slimtensors.save({"w": weight}, tmp_path / "file", preset="extreme")
+    held = slimtensors.load(tmp_path / "file", run_compressed=True)["w"]
+    assert isinstance(held, QuantizedTensor)
+    assert same_bits(held.dequantize(), slimtensors.load(tmp_path / "file")["w"])
+
+
+def test_damage_is_found_before_anything_runs(tmp_path):
+    file = tmp_path / "file"
+    slimtensors.save({"w": int8_weight_only()(matrix())}, file)
+    raw = bytearray(file.read_bytes())
+    raw[-200] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CorruptFileError, match="w: the checksum differs"):
+        slimtensors.load(file, run_compressed=True)
+
+
+def test_a_model_loads_into_meta_and_computes_the_same(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16().eval()
+    model[1].weight = model[0].weight
+    quantize_(model, int4_weight_only(group_size=32))
+    slimtensors.save(model.state_dict(), tmp_path / "file")
+    with torch.device("meta"):
+        loaded = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16().eval()
+    held = slimtensors.load(tmp_path / "file", run_compressed=True)
+    assert held["1.weight"] is held["0.weight"]
+    loaded.load_state_dict(held, assign=True)
+    x = torch.randn(3, 64).bfloat16()
+    assert same_bits(loaded(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("format", "args"),
+    [
+        ("pack-quantized", QuantizationArgs(4, group_size=32)),
+        ("pack-quantized", QuantizationArgs(4, group_size=32, symmetric=False)),
+        ("pack-quantized", QuantizationArgs(3, group_size=-1)),
+        ("pack-quantized", QuantizationArgs(8, group_size=-1)),
+        ("int-quantized", QuantizationArgs(8, group_size=-1)),
+        ("float-quantized", QuantizationArgs(8, "float")),
+        ("float-quantized", QuantizationArgs(
+            8, "float", block_structure=[16, 16], strategy="block")),
+        ("nvfp4-pack-quantized", QuantizationArgs(
+            4, "float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn)),
+        ("mxfp4-pack-quantized", QuantizationArgs(
+            4, "float", strategy="group", group_size=32, scale_dtype=torch.uint8)),
+    ],
+)  # fmt: skip
+def test_parts_of_a_module_make_a_tensor_of_their_numbers(format, args):
+    weight = matrix(64, 64)
+    how = formats.find(format)
+    parts = how.compress(weight, find_params(weight, args), args)
+    held = from_module(parts, format, args)
+    assert same_bits(held.dequantize(), how.decompress(parts, args))
+    assert held.dtype is torch.bfloat16
+    if "weight_packed" in parts and args.num_bits == 4:
+        assert held.codes.data_ptr() == parts["weight_packed"].data_ptr()
+    x = torch.randn(2, 64).bfloat16()
+    wanted = nn.functional.linear(x, held.dequantize())
+    assert torch.allclose(nn.functional.linear(x, held), wanted, rtol=0.02, atol=0.05)
+
+
+RUN = """
+import sys, torch, slimtensors
+held = slimtensors.load(sys.argv[1], run_compressed=True)
+x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+linear = torch.nn.functional.linear
+torch.save({k: (linear(x, w), w.dequantize()) for k, w in held.items()}, sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_another_instruction_set_gives_the_same_results(tmp_path):
+    tensors = {name: make(matrix(keep=0.5)) for name, make in KINDS.items()}
+    slimtensors.save(tensors, tmp_path / "file")
+    results = []
+    for name, ours in (("default", "plain"), ("avx2", "avx2")):
+        env = {**os.environ, "ATEN_CPU_CAPABILITY": name, "SLIMTENSORS_CPU": ours}
+        if ours == "avx2" and slimtensors._core.cpu() != "avx2":
+            pytest.skip("this machine has one instruction set")
+        command = [sys.executable, "-c", RUN, str(tmp_path / "file"), str(tmp_path / name)]
+        subprocess.run(command, check=True, env=env)
+        results.append(torch.load(tmp_path / name))
+    for name, (product, numbers) in results[0].items():
+        other, same = results[1][name]
+        assert same_bits(numbers, same)
+        assert torch.allclose(product, other, rtol=2**-6, atol=0.05), name
