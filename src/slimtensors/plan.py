@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slimtensors import codecs
@@ -114,9 +115,13 @@ def relative_error(plan: Plan, x: Tensor) -> float | None:
     if not plan.is_lossy:
         return None
     lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
-    values = x.double()
-    error = decode(encode(Plan(plan.codec, lossy), x)).double() - values
-    return float(error.norm() / values.norm()) if values.any() else 0.0
+    error = decode(encode(Plan(plan.codec, lossy), x)) - x
+    size = _norm(x)
+    return _norm(error) / size if size else 0.0
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = "") -> Json:

@@ -6,7 +6,7 @@ them back. Nothing is pickled, so a file can hold nothing that runs.
 
 import base64
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,6 +86,8 @@ def _outline(value: Any, path: str, keep: Callable[[str, Tensor], str], depth: i
             pairs = [[inner(k, "key"), inner(v, k)] for k, v in value.items()]
             extra = getattr(value, "_metadata", None)  # what nn.Module.state_dict() adds
             return {"ordered": pairs, **({"metadata": inner(extra, "_metadata")} if extra else {})}
+        case Counter() if type(value) is Counter:  # the milestones of a scheduler
+            return {"counter": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
         case dict() if type(value) is dict:
             return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
     raise UnsupportedTensorError(
@@ -127,6 +129,8 @@ def _rebuilt(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
             return tuple(inner(part) for part in parts)
         case {"dict": list(pairs)}:
             return {inner(key): inner(value) for key, value in pairs}
+        case {"counter": list(pairs)}:
+            return Counter({inner(key): inner(value) for key, value in pairs})
         case {"ordered": list(pairs), **rest}:
             table: Any = OrderedDict((inner(key), inner(value)) for key, value in pairs)
             if "metadata" in rest:

@@ -22,6 +22,7 @@ LAYERS = [
     *["summary", "presets", "dialects"],
     "archive",
     *["delta", "formats", "folder", "model"],
+    "checkpoint",
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

@@ -39,7 +39,7 @@ class State:
 
 def as_state(tensors: Mapping[str, Any] | Archive) -> State:
     """Check that all of it can be stored, and return it."""
-    state = _archived(tensors) if isinstance(tensors, Archive) else _given(*flatten(tensors))
+    state = _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
     for name in (*(item.name for item in state.items), *state.tied):
         check_name(name)
     return state
@@ -54,7 +54,9 @@ def _archived(archive: Archive) -> State:
     return State([item(name) for name in archive if name not in tied], tied, archive.tree)
 
 
-def _given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
+def given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
+    """Return a state of these tensors; those that are the same memory are stored once."""
+
     def item(name: str, x: Tensor) -> Item:
         return Item(name, Spec.of(x), lambda each: on_cpu(x))
 
