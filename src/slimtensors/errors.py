@@ -7,6 +7,7 @@
     * UnknownCodecError        it names a codec that nobody registered
   * ConfigError                a bad option or an unknown name
   * MismatchError              two things that should fit do not
+  * InUseError                 another process is writing there
   * UnsupportedTensorError     a tensor that cannot be stored
   * MissingDependencyError     an optional package is not installed
 """
@@ -41,6 +42,10 @@ class ConfigError(SlimError, ValueError):
 
 class MismatchError(SlimError, ValueError):
     """Two things that should fit do not."""
+
+
+class InUseError(SlimError, RuntimeError):
+    """Another process is writing to the same place."""
 
 
 class UnsupportedTensorError(SlimError, TypeError):

@@ -65,7 +65,7 @@ def given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
     homes: dict[object, str] = {}
     for name, value in tensors.items():
         x = check_storable(name, value)
-        home = homes.setdefault(_view_of_memory(x), name)
+        home = homes.setdefault(view_of_memory(x), name)
         if home == name:
             items.append(item(name, x))
         else:
@@ -73,7 +73,7 @@ def given(tensors: Mapping[str, Tensor], tree: Json | None) -> State:
     return State(items, tied, tree)
 
 
-def _view_of_memory(x: Tensor) -> object:
+def view_of_memory(x: Tensor) -> object:
     """Return what two tensors have in common if and only if they are the same memory."""
     if x.numel() == 0:
         return object()

@@ -3,16 +3,35 @@
 from slimtensors.checkpoint import io
 from slimtensors.checkpoint.filters import Filter
 from slimtensors.checkpoint.io import Saved, load_checkpoint, save_checkpoint
+from slimtensors.checkpoint.loop import Checkpointing, checkpointing
 from slimtensors.checkpoint.roles import About
+from slimtensors.checkpoint.run import (
+    Point,
+    RunVerification,
+    is_run,
+    points,
+    remove_checkpoint,
+    repair_run,
+    verify_run,
+)
 from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
 
 __all__ = [
     "About",
+    "Checkpointing",
     "Filter",
+    "Point",
+    "RunVerification",
     "Saved",
     "build_checkpoint",
+    "checkpointing",
     "io",
+    "is_run",
     "load_checkpoint",
+    "points",
+    "remove_checkpoint",
+    "repair_run",
     "restore_checkpoint",
     "save_checkpoint",
+    "verify_run",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slimtensors import presets
 from slimtensors.codecs import Huffman, IntBlocks
-from slimtensors.plan import chain
+from slimtensors.plan import chain, norm
 from slimtensors.presets import Choice, Chooser
 
 TOLERATED = 0.007
@@ -38,9 +38,7 @@ def _exact(x: Tensor, note: str) -> Choice:
 def _expected_error(x: Tensor, block: int) -> float:
     """Return the relative error of rounding to steps that each block's largest item demands."""
     flat = x.reshape(-1).float()
-    whole = flat[: len(flat) // block * block].view(-1, block)
-    size = float(torch.linalg.vector_norm(flat))
-    if not size or not len(whole):
-        return 0.0
-    steps = whole.abs().amax(dim=1) / 127
-    return float(torch.linalg.vector_norm(steps)) * math.sqrt(block / 12) / size
+    rows = flat[: len(flat) // block * block].view(-1, block)
+    largest = rows.abs().amax(dim=1)
+    size = norm(flat)
+    return norm(largest) / 127 * math.sqrt(block / 12) / size if size else 0.0

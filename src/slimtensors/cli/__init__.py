@@ -5,10 +5,20 @@ import sys
 from collections.abc import Sequence
 
 import slimtensors
-from slimtensors.cli import codecs, compress, decompress, demo, diff, inspect, restore, verify
+from slimtensors.cli import (
+    codecs,
+    compress,
+    decompress,
+    demo,
+    diff,
+    inspect,
+    repair,
+    restore,
+    verify,
+)
 from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
-VERBS = (compress, decompress, inspect, verify, diff, restore, codecs, demo)
+VERBS = (compress, decompress, inspect, verify, repair, diff, restore, codecs, demo)
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 

@@ -1,0 +1,250 @@
+"""Checkpoints in a training loop: saved on the side, kept as told, resumed from the newest."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from slimtensors.checkpoint.commit import remove_folder
+from slimtensors.checkpoint.io import FlatState, Saved, load_checkpoint, save_flat
+from slimtensors.checkpoint.lock import locked
+from slimtensors.checkpoint.retention import Retention
+from slimtensors.checkpoint.run import drop_incomplete, points
+from slimtensors.checkpoint.snapshot import Snapshot
+from slimtensors.checkpoint.state import (
+    Checkpoint,
+    Stateful,
+    build_checkpoint,
+    restore_checkpoint,
+)
+from slimtensors.container import StrPath, local
+from slimtensors.errors import ConfigError, FormatError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The objects whose state is kept."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    dataloader: Stateful | None = None
+    extra: Callable[[], Mapping[str, Any]] | None = None
+
+    def build(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> Checkpoint:
+        """Return their state, by reference."""
+        return build_checkpoint(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            dataloader=self.dataloader,
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+            extra=self.extra() if self.extra else None,
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put a state back."""
+        restore_checkpoint(
+            checkpoint,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            dataloader=self.dataloader,
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a loop saves."""
+
+    every: int
+    retention: Retention
+    is_async: bool
+    resume: bool
+    on_commit: Callable[[Path], object] | None
+    threads: int | None
+
+
+def checkpointing(
+    run: StrPath,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    *,
+    dataloader: Stateful | None = None,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
+    every: int = 100,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    best_is: str = "min",
+    async_: bool = True,
+    resume: bool = True,
+    on_commit: Callable[[Path], object] | None = None,
+    threads: int | None = None,
+) -> "Checkpointing":
+    """Keep the state of a training loop in the folder `run`, and resume from what is there.
+
+        with checkpointing("run", model, optimizer, every=100, keep_last=3) as ckpt:
+            for step in range(ckpt.start, 10_000):
+                ...
+                ckpt.step(loss=loss.item())
+
+    A step at which nothing is due costs nothing. When a save is due, the loop waits for the one
+    before and for a copy of the state; another thread does the rest and then calls `on_commit` with
+    the folder. What goes wrong there is raised by the next call. SIGTERM lets the next `step` save
+    and then ends the program.
+    """
+    if type(every) is not int or every < 1:
+        raise ConfigError(f"every must be a number of steps from 1, got {every!r}")
+    return Checkpointing(
+        local(run),
+        Trained(model, optimizer, scheduler, scaler, dataloader, extra),
+        Options(
+            every,
+            Retention(keep_last, keep_every, keep_best, best_is),
+            async_,
+            resume,
+            on_commit,
+            threads,
+        ),
+    )
+
+
+class Checkpointing:
+    """A training loop's checkpoints, from entering the `with` block to leaving it."""
+
+    def __init__(self, run: Path, trained: Trained, options: Options) -> None:
+        self.run = run
+        self.start = 0
+        """Steps that were done before: where the loop goes on."""
+        self.resumed: Checkpoint | None = None
+        """The state that was resumed from."""
+        self._trained, self._options = trained, options
+        self._done = 0
+        self._snapshot = Snapshot()
+        self._saving: Future[Saved] | None = None
+        self._is_told_to_stop = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.run.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.enter_context(locked(self.run))
+            drop_incomplete(self.run)
+            self._resume()
+            self._pool = ThreadPoolExecutor(1, "slimtensors-checkpoint")
+            stack.callback(self._pool.shutdown)
+            self._listen(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            try:
+                self.wait()
+            except Exception as failed:
+                if error is None:
+                    raise
+                error.add_note(f"and the checkpoint under way was not saved: {failed}")
+
+    def step(
+        self, step: int | None = None, *, epoch: int | None = None, **metrics: float
+    ) -> Saved | None:
+        """Count a training step that was done, and save if it is time to.
+
+        `step` says how many were done; without it, one more than before. Return what was saved, if
+        that was not left to another thread.
+        """
+        self._done = self._done + 1 if step is None else step
+        if self._saving is not None and self._saving.done():
+            self.wait()
+        if self._is_told_to_stop:
+            self.save(epoch=epoch, **metrics)
+            self.wait()
+            raise SystemExit(128 + signal.SIGTERM)
+        return self.save(epoch=epoch, **metrics) if self._done % self._options.every == 0 else None
+
+    def save(self, *, epoch: int | None = None, **metrics: float) -> Saved | None:
+        """Save now, whether it is time or not."""
+        self.wait()
+        state = self._trained.build(self._done, epoch, metrics)
+        if not self._options.is_async:
+            return self._write(FlatState.of(state), self._done)
+        self._saving = self._pool.submit(self._write, self._snapshot.take(state), self._done)
+        return None
+
+    def wait(self) -> None:
+        """Wait until the save under way is complete, and raise what went wrong with it."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _write(self, state: FlatState, step: int) -> Saved:
+        """Save, then remove what need not be kept any more: never the other way round."""
+        saved = save_flat(state, self.run / f"step-{step:08d}", threads=self._options.threads)
+        _log.info("%s", saved)
+        found = points(self.run)
+        keep = self._options.retention.kept(found)
+        # Newest first: a delta goes before what it needs, so that none is ever left without.
+        for point in reversed(found):
+            if point.name not in keep:
+                remove_folder(point.path)
+        if self._options.on_commit:
+            self._options.on_commit(saved.path)
+        return saved
+
+    def _resume(self) -> None:
+        found = points(self.run)
+        if found and not self._options.resume:
+            raise ConfigError(
+                f"{self.run}: holds {found[-1].name}; resume, or choose another folder"
+            )
+        for point in reversed(found):
+            try:
+                state = load_checkpoint(point.path, threads=self._options.threads)
+            except FormatError as error:
+                _log.warning(
+                    "%s: cannot be resumed from, trying an older one: %s", point.path, error
+                )
+                continue
+            self._trained.restore(state)
+            self.resumed = state
+            self.start = self._done = point.manifest.step or 0
+            return
+        if found:
+            raise FormatError(f"{self.run}: none of its {len(found)} checkpoints can be read")
+
+    def _listen(self, stack: ExitStack) -> None:
+        """Note a SIGTERM, unless the program has its own ways with it."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._is_told_to_stop = True
+
+        signal.signal(signal.SIGTERM, note)
+        stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
