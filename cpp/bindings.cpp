@@ -10,6 +10,7 @@
 #include "density.h"
 #include "difference.h"
 #include "gaps.h"
+#include "grouping.h"
 #include "huffman.h"
 #include "mask24.h"
 
@@ -85,18 +86,35 @@ NB_MODULE(_core, m) {
         },
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
 
+    nb::enum_<Order>(m, "Order")
+        .value("INTEGERS", Order::integers)
+        .value("FLOATS", Order::floats)
+        .value("OUTWARD", Order::outward);
     m.def(
         "difference",
-        [](const In& items, const In& base, std::size_t itemsize, bool floats, const Out& out) {
-            difference(items.bytes, base.bytes, itemsize, floats, out.bytes);
+        [](const In& items, const In& base, std::size_t itemsize, Order order, const Out& out) {
+            difference(items.bytes, base.bytes, itemsize, order, out.bytes);
         },
-        "items"_a, "base"_a, "itemsize"_a, "floats"_a, "out"_a, no_gil);
+        "items"_a, "base"_a, "itemsize"_a, "order"_a, "out"_a, no_gil);
     m.def(
         "add_difference",
-        [](const In& diff, const In& base, std::size_t itemsize, bool floats, const Out& items) {
-            add_difference(diff.bytes, base.bytes, itemsize, floats, items.bytes);
+        [](const In& diff, const In& base, std::size_t itemsize, Order order, const Out& items) {
+            add_difference(diff.bytes, base.bytes, itemsize, order, items.bytes);
         },
-        "difference"_a, "base"_a, "itemsize"_a, "floats"_a, "items"_a, no_gil);
+        "difference"_a, "base"_a, "itemsize"_a, "order"_a, "items"_a, no_gil);
+
+    m.def(
+        "group",
+        [](const In& items, const In& by, std::size_t itemsize, unsigned mantissa, const Out& out) {
+            group(items.bytes, by.bytes, itemsize, mantissa, out.bytes);
+        },
+        "items"_a, "by"_a, "itemsize"_a, "mantissa"_a, "out"_a, no_gil);
+    m.def(
+        "ungroup",
+        [](const In& grouped, const In& by, std::size_t itemsize, unsigned mantissa, const Out& items) {
+            ungroup(grouped.bytes, by.bytes, itemsize, mantissa, items.bytes);
+        },
+        "grouped"_a, "by"_a, "itemsize"_a, "mantissa"_a, "items"_a, no_gil);
 
     m.def(
         "crc32c", [](const In& data, std::uint32_t seed) { return crc32c(data.bytes, seed); }, "data"_a,

@@ -7,6 +7,7 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
   ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
   ${CMAKE_CURRENT_LIST_DIR}/difference.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/grouping.cpp
   ${CMAKE_CURRENT_LIST_DIR}/planes.cpp
   ${CMAKE_CURRENT_LIST_DIR}/huffman_code.cpp
   ${CMAKE_CURRENT_LIST_DIR}/huffman_stream.cpp

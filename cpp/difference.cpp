@@ -37,22 +37,30 @@ Word unzigzag(Word number) {
     return Word(number >> 1) ^ Word(-Word(number & 1));
 }
 
-template <class Word, bool floats>
+// Turn the sign of a number where a mask says so; doing it twice changes nothing.
+template <class Word>
+Word turned(Word number, Word mask) {
+    return Word((number ^ mask) - mask);
+}
+
+template <class Word, Order order>
 void subtract(Bytes items, Bytes base, MutableBytes out) {
     for (std::size_t i = 0; i < items.size(); i += sizeof(Word)) {
         Word a = load<Word>(base.data() + i), b = load<Word>(items.data() + i);
-        if constexpr (floats) a = to_ordered(a), b = to_ordered(b);
-        store(out.data() + i, zigzag(Word(b - a)));
+        const Word turn = order == Order::outward ? sign_mask(a) : Word(0);
+        if constexpr (order != Order::integers) a = to_ordered(a), b = to_ordered(b);
+        store(out.data() + i, zigzag(turned(Word(b - a), turn)));
     }
 }
 
-template <class Word, bool floats>
+template <class Word, Order order>
 void add(Bytes difference, Bytes base, MutableBytes items) {
     for (std::size_t i = 0; i < items.size(); i += sizeof(Word)) {
         Word a = load<Word>(base.data() + i);
-        if constexpr (floats) a = to_ordered(a);
-        const Word b = Word(a + unzigzag(load<Word>(difference.data() + i)));
-        store(items.data() + i, floats ? from_ordered(b) : b);
+        const Word turn = order == Order::outward ? sign_mask(a) : Word(0);
+        if constexpr (order != Order::integers) a = to_ordered(a);
+        const Word b = Word(a + turned(unzigzag(load<Word>(difference.data() + i)), turn));
+        store(items.data() + i, order == Order::integers ? b : from_ordered(b));
     }
 }
 
@@ -61,11 +69,21 @@ void check(std::size_t first, std::size_t second, std::size_t third, std::size_t
     if (itemsize == 0 || first % itemsize != 0) throw std::invalid_argument("not a whole number of items");
 }
 
-// Call `work` with the type of an item and whether it is a float, both known to the compiler.
+template <Order order>
+using Constant = std::integral_constant<Order, order>;
+
+// Call `work` with the type of an item and the order, both known to the compiler.
 template <class Work>
-void by_type(std::size_t itemsize, bool floats, Work work) {
+void by_type(std::size_t itemsize, Order order, Work work) {
     const auto with = [&](auto word) {
-        floats ? work(word, std::true_type{}) : work(word, std::false_type{});
+        switch (order) {
+            case Order::integers:
+                return work(word, Constant<Order::integers>{});
+            case Order::floats:
+                return work(word, Constant<Order::floats>{});
+            case Order::outward:
+                return work(word, Constant<Order::outward>{});
+        }
     };
     switch (itemsize) {
         case 1:
@@ -83,17 +101,17 @@ void by_type(std::size_t itemsize, bool floats, Work work) {
 
 }  // namespace
 
-void difference(Bytes items, Bytes base, std::size_t itemsize, bool floats, MutableBytes out) {
+void difference(Bytes items, Bytes base, std::size_t itemsize, Order order, MutableBytes out) {
     check(items.size(), base.size(), out.size(), itemsize);
-    by_type(itemsize, floats, [&](auto word, auto is_float) {
-        subtract<decltype(word), decltype(is_float)::value>(items, base, out);
+    by_type(itemsize, order, [&](auto word, auto known) {
+        subtract<decltype(word), decltype(known)::value>(items, base, out);
     });
 }
 
-void add_difference(Bytes difference, Bytes base, std::size_t itemsize, bool floats, MutableBytes items) {
+void add_difference(Bytes difference, Bytes base, std::size_t itemsize, Order order, MutableBytes items) {
     check(difference.size(), base.size(), items.size(), itemsize);
-    by_type(itemsize, floats, [&](auto word, auto is_float) {
-        add<decltype(word), decltype(is_float)::value>(difference, base, items);
+    by_type(itemsize, order, [&](auto word, auto known) {
+        add<decltype(word), decltype(known)::value>(difference, base, items);
     });
 }
 

@@ -5,6 +5,8 @@ TypeError. The GIL is released, so calls from several threads run side by side. 
 patterns of 1, 2, 4, 8 or 16 bytes; zero means all bits zero, so -0.0 is not zero.
 """
 
+from enum import Enum
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -59,18 +61,36 @@ def mask24_pack(mask: Buffer, codes: MutableBuffer) -> None:
 def mask24_unpack(codes: Buffer, mask: MutableBuffer) -> None:
     """Undo `mask24_pack`. Codes it cannot have written are refused; `mask` is then unspecified."""
 
-def difference(
-    items: Buffer, base: Buffer, itemsize: int, floats: bool, out: MutableBuffer
-) -> None:
-    """Write how `items` differ from `base`: unsigned numbers of the same width, 0 where equal.
+class Order(Enum):
+    """What it means that one number is larger than another."""
 
-    Floats are compared in the order of their values, so that neighbours differ by one.
-    """
+    INTEGERS = ...
+    """Its bits are, as an unsigned number."""
+    FLOATS = ...
+    """It is as a float: neighbours differ by one."""
+    OUTWARD = ...
+    """As floats; a difference is positive if it leads away from zero, seen from the base."""
+
+def difference(
+    items: Buffer, base: Buffer, itemsize: int, order: Order, out: MutableBuffer
+) -> None:
+    """Write how `items` differ from `base`: unsigned numbers of the same width, 0 where equal."""
 
 def add_difference(
-    difference: Buffer, base: Buffer, itemsize: int, floats: bool, items: MutableBuffer
+    difference: Buffer, base: Buffer, itemsize: int, order: Order, items: MutableBuffer
 ) -> None:
     """Undo `difference`."""
+
+def group(items: Buffer, by: Buffer, itemsize: int, mantissa: int, out: MutableBuffer) -> None:
+    """Sort items by the exponents of the floats in the same places of `by`, keeping their order.
+
+    Items and floats have the same width; `mantissa` is the number of bits below the exponent.
+    """
+
+def ungroup(
+    grouped: Buffer, by: Buffer, itemsize: int, mantissa: int, items: MutableBuffer
+) -> None:
+    """Undo `group`."""
 
 HUFFMAN_CHUNK: int
 """Items of a chunk of the functions below, which code bytes in chunks that stand alone.

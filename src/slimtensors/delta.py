@@ -1,25 +1,27 @@
 """Deltas: a model stored as its difference from another one, exactly."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from slimtensors import _core, presets
+from slimtensors import presets
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
-from slimtensors.container import StrPath
+from slimtensors.container import StrPath, is_inside
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
-from slimtensors.memory import empty
 from slimtensors.plan import Plan, encode
 from slimtensors.presets import Choice, Chooser
-from slimtensors.spec import QUANTIZED, Each, Spec, as_bytes, dtype_name, serially
+from slimtensors.residual import KINDS, Kind, kinds, smallest, undo
+from slimtensors.spec import Each, Json, as_bytes, dtype_name
 from slimtensors.summary import Summary
 
-_CHUNK = 1 << 20
-_SAMPLE = 1 << 16
+_SAMPLE, _SAMPLES = 1 << 16, 8
+"""Items of a piece that is coded to see what a tensor costs, and how many pieces are."""
 
 
 def diff(
@@ -30,42 +32,14 @@ def diff(
     preset: str | Plan | Chooser = "lossless",
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write what `new` has that `base` has not. Lossless; `restore` needs the very same base.
 
     Tensors that are equal cost nothing, others are stored as differences where that is smaller.
     """
-    after, before = _opened(new), _opened(base)
     choose = presets.find(preset)
-    tied = after.tied()
-    how: dict[str, list[str]] = {}
-
-    def item(name: str) -> Item:
-        spec = after.spec(name)
-        has_base = name in before and before.spec(name) == spec and _can_subtract(spec)
-        how[name] = ["whole"]  # in this order, whichever thread is first
-
-        def read(each: Each) -> Tensor | None:
-            x = after.load_one(name, each)
-            if not has_base:
-                return x
-            y = before.load_one(name, each)
-            if torch.equal(as_bytes(x), as_bytes(y)):
-                how[name] = ["same", digest(y)]
-                return None
-            d = difference(x, y, each)
-            if _cost(name, d, choose) >= _cost(name, x, choose):
-                return x
-            how[name] = ["difference", digest(y)]
-            return d
-
-        return Item(name, _difference_spec(spec) if has_base else spec, read, always_blob=True)
-
-    state = State(
-        [item(name) for name in after if name not in tied],
-        tree=after.tree,
-        delta={"tensors": how, "tied": tied},
-    )
+    state = changes(opened(new, storage_options), opened(base, storage_options), choose)
     return write(state, target, preset=choose, dialect="slim", threads=threads, progress=progress)
 
 
@@ -75,60 +49,138 @@ def restore(
     target: StrPath,
     *,
     preset: str | Plan | Chooser = "dense",
+    max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write the model that `diff` was given as `new`, bit for bit. Another base is refused."""
     return write(
-        restored(delta, base),
+        restored(opened(delta, storage_options), opened(base, storage_options)),
         target,
         preset=preset,
         dialect="slim",
+        max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
     )
 
 
-def restored(delta: StrPath | Archive, base: StrPath | Archive) -> State:
-    """Return the model that a delta and its base stand for, to be written or loaded."""
-    changes, before = _opened(delta), _opened(base)
-    if changes.delta is None:
-        raise ConfigError(f"{changes.path}: is not a delta, but whole")
-    how, tied = _parse(changes)
+def opened(archive: StrPath | Archive, storage_options: dict[str, Any] | None = None) -> Archive:
+    """Open what is not open yet."""
+    if isinstance(archive, Archive):
+        return archive
+    return Archive(archive, storage_options=storage_options)
 
-    def item(name: str, kind: str, want: str) -> Item:
-        if kind == "whole":
-            return Item(name, changes.spec(name), lambda each: changes.load_one(name, each))
-        if name not in before:
-            raise MismatchError(f"{before.path}: {name}: is missing; this is not the delta's base")
-        spec = before.spec(name)
+
+def changes(
+    new: Archive, base: Archive, choose: Chooser, *, files: Mapping[str, Any] | None = None
+) -> State:
+    """Return what to write so that `new` can be made from it and `base`.
+
+    `files` describes in which files `new` lies, as `Changed` has it.
+    """
+    tied = new.tied()
+    how: dict[str, list[str]] = {}
+
+    def item(name: str) -> Item:
+        spec = new.spec(name)
+        has_base = name in base and base.spec(name) == spec and any(kinds(spec))
+        how[name] = ["whole"]  # in this order, whichever thread is first
+
+        def read(each: Each) -> Tensor | None:
+            x = new.load_one(name, each)
+            if not has_base:
+                return x
+            y = base.load_one(name, each)
+            if torch.equal(as_bytes(x), as_bytes(y)):
+                how[name] = ["same", digest(y)]
+                return None
+            kind, r = smallest(x, y, lambda r: _cost(name, r, choose), each=each)
+            if kind != "whole":
+                how[name] = [kind, digest(y)]
+            return r
+
+        return Item(name, spec, read, always_blob=True)
+
+    return State(
+        [item(name) for name in new if name not in tied],
+        tree=new.tree,
+        delta={"tensors": how, "tied": tied, **(files or {})},
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What the manifest of a delta says."""
+
+    tensors: Mapping[str, list[str]]
+    """For each tensor how it is stored, and the digest of the base's tensor if it needs one."""
+    tied: Mapping[str, str]
+    index: str | None = None
+    """The name of the model's index, if it had several files."""
+    files: Mapping[str, list[str]] | None = None
+    """The model's files and the tensors in each, if it was not one file of the usual name."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Changed":
+        """Parse what a manifest says."""
+        match data:
+            case {"tensors": dict(tensors), "tied": dict(tied)} if (
+                all(map(_is_entry, tensors.values()))
+                and tied.keys().isdisjoint(tensors)
+                and set(tied.values()) <= tensors.keys()
+                and _is_layout(data.get("index"), data.get("files"), tensors)
+            ):
+                return cls(tensors, tied, data.get("index"), data.get("files"))
+        raise CorruptFileError("does not say how it differs from its base")
+
+    @classmethod
+    def of(cls, delta: Archive) -> "Changed":
+        """Return what an archive says; raise if it is not a delta."""
+        if delta.delta is None:
+            raise ConfigError(f"{delta.path}: is not a delta, but whole")
+        try:
+            return cls.from_json(delta.delta)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{delta.path}: {error}") from error
+
+    @property
+    def base_digest(self) -> str:
+        """What the tensors that are needed of the base have in common with no others."""
+        lines = [f"{name} {entry[1]}\n" for name, entry in self.tensors.items() if entry[1:]]
+        return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:32]
+
+
+def restored(delta: Archive, base: Archive) -> State:
+    """Return the model that a delta and its base stand for, to be written or loaded."""
+    changed = Changed.of(delta)
+
+    def item(name: str, entry: list[str]) -> Item:
+        if entry == ["whole"]:
+            return Item(name, delta.spec(name), lambda each: delta.load_one(name, each))
+        if name not in base:
+            raise MismatchError(f"{base.path}: {name}: is missing; this is not the delta's base")
+        kind, want = entry
 
         def read(each: Each) -> Tensor:
-            y = before.load_one(name, each)
+            y = base.load_one(name, each)
             if digest(y) != want:
                 raise MismatchError(
-                    f"{before.path}: {name}: is not the tensor that {changes.path} was made from"
+                    f"{base.path}: {name}: is not the tensor that {delta.path} was made from"
                 )
             if kind == "same":
                 return y
-            return add_difference(changes.load_one(name, each), y, each)
+            r = delta.load_one(name, each)
+            try:
+                return undo(cast(Kind, kind), r, y, each=each)
+            except CorruptFileError as error:
+                raise CorruptFileError(f"{delta.path}: {name}: {error}") from error
 
-        return Item(name, spec, read)
+        return Item(name, base.spec(name), read)
 
-    items = [item(name, *(*entry, "")[:2]) for name, entry in how.items()]
-    return State(items, tied, changes.tree)
-
-
-def difference(x: Tensor, base: Tensor, each: Each = serially) -> Tensor:
-    """Return how `x` differs from `base`, as integers: 0 where equal, small where close."""
-    return _by_chunks(_core.difference, x, base, _difference_spec(Spec.of(x)), x.dtype, each)
-
-
-def add_difference(d: Tensor, base: Tensor, each: Each = serially) -> Tensor:
-    """Return the tensor whose difference from `base` is `d`."""
-    if Spec.of(d) != _difference_spec(Spec.of(base)):
-        raise CorruptFileError(f"a difference of {d.dtype} {tuple(d.shape)} does not fit its base")
-    return _by_chunks(_core.add_difference, d, base, Spec.of(base), base.dtype, each)
+    items = [item(name, entry) for name, entry in changed.tensors.items()]
+    return State(items, changed.tied, delta.tree)
 
 
 def digest(x: Tensor) -> str:
@@ -138,71 +190,46 @@ def digest(x: Tensor) -> str:
     return found.hexdigest()[:32]
 
 
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-
-
-def _opened(archive: StrPath | Archive) -> Archive:
-    return archive if isinstance(archive, Archive) else Archive(archive)
-
-
-def _can_subtract(spec: Spec) -> bool:
-    plain = not spec.dtype.is_complex and spec.dtype not in QUANTIZED
-    return plain and spec.numel > 0 and spec.dtype.itemsize in _UNSIGNED
-
-
-def _difference_spec(spec: Spec) -> Spec:
-    return Spec(_UNSIGNED[spec.dtype.itemsize], spec.shape)
-
-
-def _by_chunks(
-    work: Callable[[Tensor, Tensor, int, bool, Tensor], None],
-    first: Tensor,
-    base: Tensor,
-    like: Spec,
-    dtype: torch.dtype,
-    each: Each,
-) -> Tensor:
-    out = empty(like)
-    arrays = [as_bytes(x) for x in (first, base, out)]
-
-    def one(i: int) -> None:
-        a, b, c = (array[i * _CHUNK : (i + 1) * _CHUNK] for array in arrays)
-        work(a, b, dtype.itemsize, dtype.is_floating_point, c)
-
-    each(one, -(-like.nbytes // _CHUNK))
-    return out
-
-
 def _cost(name: str, x: Tensor, choose: Chooser) -> float:
-    """Estimate the bits per item of a tensor from a few pieces of it."""
+    """Estimate the bytes of a tensor from a few pieces of it, each coded alone as chunks are."""
     flat = x.reshape(-1)
-    if flat.numel() > 3 * _SAMPLE:
-        middle = flat.numel() // 2
-        flat = torch.cat([flat[:_SAMPLE], flat[middle : middle + _SAMPLE], flat[-_SAMPLE:]])
-    choice = choose(name, flat)
+    pieces = [flat]
+    if flat.numel() > _SAMPLE * _SAMPLES:
+        last = flat.numel() - _SAMPLE
+        starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        pieces = [flat[start : start + _SAMPLE] for start in starts]
+    coded = sum(_coded_bytes(name, piece, choose) for piece in pieces)
+    return coded * flat.numel() / sum(piece.numel() for piece in pieces)
+
+
+def _coded_bytes(name: str, x: Tensor, choose: Chooser) -> int:
+    choice = choose(name, x)
     plan = choice.plan if isinstance(choice, Choice) else choice
     if plan is None:
-        return 8.0 * x.element_size()
-    parts = encode(plan, flat).leaves()
-    return min(8 * sum(leaf.nbytes for _, leaf in parts) / flat.numel(), 8.0 * x.element_size())
-
-
-def _parse(changes: Archive) -> tuple[dict[str, list[str]], dict[str, str]]:
-    assert changes.delta is not None
-    match changes.delta:
-        case {"tensors": dict(how), "tied": dict(tied)} if (
-            all(map(_is_entry, how.values()))
-            and tied.keys().isdisjoint(how)
-            and set(tied.values()) <= how.keys()
-        ):
-            return how, tied
-    raise CorruptFileError(f"{changes.path}: does not say how it differs from its base")
+        return x.nbytes
+    return min(sum(leaf.nbytes for _, leaf in encode(plan, x).leaves()), x.nbytes)
 
 
 def _is_entry(entry: object) -> bool:
     match entry:
         case ["whole"]:
             return True
-        case ["same" | "difference", str()]:
-            return True
+        case [str(kind), str()]:
+            return kind == "same" or (kind in KINDS and kind != "whole")
     return False
+
+
+def _is_layout(index: object, files: object, tensors: Json) -> bool:
+    """Tell whether every tensor is in one of the files, and all of them may be written."""
+    if files is None:
+        return index is None
+    if not isinstance(files, dict) or not all(_is_name(file, ".safetensors") for file in files):
+        return False
+    if not (_is_name(index, ".json") if index is not None else len(files) == 1):
+        return False
+    listed = [name for names in files.values() if isinstance(names, list) for name in names]
+    return all(isinstance(name, str) for name in listed) and sorted(listed) == sorted(tensors)
+
+
+def _is_name(file: object, ending: str) -> bool:
+    return is_inside(file) and str(file).endswith(ending)

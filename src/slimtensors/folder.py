@@ -17,7 +17,6 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.container import (
-    SINGLE,
     LocalPlace,
     Place,
     StrPath,
@@ -28,12 +27,11 @@ from slimtensors.container import (
     write_index,
     write_json,
 )
-from slimtensors.delta import diff, restore
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.presets import Choice, Chooser
 from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, Zeros, count_zeros
 from slimtensors.spec import Json
-from slimtensors.summary import Summary
+from slimtensors.summary import Summary, joined
 
 Keep = Callable[[str], bool]
 """Tells by its name whether a tensor is meant."""
@@ -87,24 +85,25 @@ def compress_folder(
     plain; other files are copied; `config.json` says what was done. The new folder appears when
     it is complete; an existing one is refused, or replaced if `replace` is set.
     """
-    where = place(source, storage_options=storage_options)
     zeros: dict[str, Zeros] = {}
     choose = _counting(limited(presets.find(preset), keep), zeros)
-    with (
-        Archive(source, storage_options=storage_options) as archive,
-        _new_folder(target, source, replace=replace) as folder,
-    ):
-        was_coded = _is_coded(archive)
+    where = place(source, storage_options=storage_options)
+    with Archive(source, storage_options=storage_options) as archive:
+        was_coded = is_coded(archive)
         how = _How(choose, dialect, max_shard_size, threads, progress)
-        summary = _write_weights(archive, where, folder, how)
-        _copy_others(where, folder)
 
-        def edit(config: Json) -> Json:
-            before = _restored(config) if was_coded else config
+        def edit(config: Json, summary: Summary) -> Json:
+            before = without_section(config) if was_coded else config
             return _described(before, summary, zeros, preset, dialect)
 
-        _edit_config(folder, edit)
-    return summary
+        return remake(
+            where,
+            target,
+            lambda folder: _write_weights(archive, where, folder, how),
+            edit,
+            sources=[source],
+            replace=replace,
+        )
 
 
 def decompress_folder(
@@ -119,21 +118,43 @@ def decompress_folder(
 ) -> Summary:
     """Write a model folder with plain weights, and `config.json` as it was before compression."""
     where = place(source, storage_options=storage_options)
-    with (
-        Archive(source, storage_options=storage_options) as archive,
-        _new_folder(target, source, replace=replace) as folder,
-    ):
-        was_coded = _is_coded(archive)
+    with Archive(source, storage_options=storage_options) as archive:
+        was_coded = is_coded(archive)
         how = _How(presets.dense, "slim", None, threads, progress)
         kept = archive.select(name for name in archive if keep(name))
-        summary = _write_weights(kept, where, folder, how)
+        return remake(
+            where,
+            target,
+            lambda folder: _write_weights(kept, where, folder, how),
+            lambda config, _: without_section(config) if was_coded else config,
+            sources=[source],
+            replace=replace,
+        )
+
+
+def remake(
+    where: Place,
+    target: StrPath,
+    write: Callable[[Path], Summary],
+    edit: Callable[[Json, Summary], Json],
+    *,
+    sources: Sequence[StrPath],
+    replace: bool,
+) -> Summary:
+    """Make a folder like `where`: its weights by `write`, its config by `edit`, other files alike.
+
+    The new folder appears when it is complete. One that exists is replaced only if `replace` is
+    set, and never if it holds one of the `sources`.
+    """
+    with _new_folder(target, *sources, replace=replace) as folder:
+        summary = write(folder)
         _copy_others(where, folder)
-        if was_coded:
-            _edit_config(folder, _restored)
+        _edit_config(folder, lambda config: edit(config, summary))
     return summary
 
 
-def _is_coded(archive: Archive) -> bool:
+def is_coded(archive: Archive) -> bool:
+    """Tell whether any tensor is stored in another way than safetensors itself does."""
     return any(archive.info(name).codec != "plain" for name in archive)
 
 
@@ -146,38 +167,6 @@ class _How:
     max_shard_size: int | str | None
     threads: int | None
     progress: Progress | None
-
-
-def diff_folder(
-    new: StrPath,
-    base: StrPath,
-    target: StrPath,
-    *,
-    replace: bool = False,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Summary:
-    """Write a folder whose weights are a delta from `base`, with the other files of `new`."""
-    with _new_folder(target, new, base, replace=replace) as folder:
-        summary = diff(new, base, folder / SINGLE, threads=threads, progress=progress)
-        _copy_others(place(new), folder)
-    return summary
-
-
-def restore_folder(
-    delta: StrPath,
-    base: StrPath,
-    target: StrPath,
-    *,
-    replace: bool = False,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> Summary:
-    """Write the folder that `diff_folder` was given, its weights plain and in one file."""
-    with _new_folder(target, delta, base, replace=replace) as folder:
-        summary = restore(delta, base, folder / SINGLE, threads=threads, progress=progress)
-        _copy_others(place(delta), folder)
-    return summary
 
 
 def limited(choose: Chooser, keep: Keep) -> Chooser:
@@ -259,8 +248,7 @@ def _write_weights(archive: Archive, where: Place, folder: Path, how: _How) -> S
     shards = archive.shards()
     parts = [write(archive.select(names), folder / file, None) for file, names in shards.items()]
     write_index(folder, main, list(shards))
-    tensors = [tensor for part in parts for tensor in part.tensors]
-    return Summary(tensors, [file for part in parts for file in part.files])
+    return joined(parts)
 
 
 def _copy_others(where: Place, folder: Path) -> None:
@@ -300,7 +288,6 @@ def _described(
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
     if not codecs:
         return config
-    before = {key: config[key] for key in _SECTIONS if key in config}
     items = sum(count.items for count in zeros.values())
     zero = sum(count.zero + count.negative for count in zeros.values())
     kinds = {codec.partition("(")[0] for codec in codecs}
@@ -315,14 +302,21 @@ def _described(
             "codecs": dict(sorted(codecs.items())),
             "bits_per_weight": round(8 * summary.stored_bytes / items, 3),
         }
+    described = with_section(config, section)
+    if kinds & {"bitmask", "bitmask24"}:
+        described["sparsity_config"] = sparsity
+    return described
+
+
+def with_section(config: Json, section: Json) -> Json:
+    """Return `config` with what it says about its weights replaced by `section`."""
+    before = {key: config[key] for key in _SECTIONS if key in config}
     if before:
-        section["before"] = before  # so that decompressing can put it back
-    if not kinds & {"bitmask", "bitmask24"}:
-        return {**config, "quantization_config": section}
-    return {**config, "quantization_config": section, "sparsity_config": sparsity}
+        section = {**section, "before": before}  # so that it can be put back
+    return {**config, "quantization_config": section}
 
 
-def _restored(config: Json) -> Json:
+def without_section(config: Json) -> Json:
     """Return `config` without what it says about compressed weights."""
     kept = {key: value for key, value in config.items() if key not in _SECTIONS}
     for key in ("quantization_config", "compression_config"):

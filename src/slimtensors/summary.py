@@ -82,6 +82,12 @@ class Summary:
         }
 
 
+def joined(parts: Sequence[Summary]) -> Summary:
+    """Return one summary of what lies in several files."""
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    return Summary(tensors, [file for part in parts for file in part.files])
+
+
 def counted(number: int, what: str) -> str:
     """Write a number of things: `1 tensor`, `2 tensors`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

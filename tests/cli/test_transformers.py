@@ -42,6 +42,15 @@ def test_stock_transformers_refuses_a_compressed_folder(tmp_path, dialect, tied,
 
 
 @pytest.mark.slow
+def test_stock_transformers_refuses_a_delta_even_if_nothing_changed(tmp_path):
+    source, delta = str(write_llama(tmp_path / "model")), str(tmp_path / "delta")
+    assert main(["diff", source, "--base", source, "-o", delta, "-q"]) == 0
+    refused = load_with_transformers(delta)
+    assert refused.returncode != 0
+    assert "LOADED" not in refused.stdout
+
+
+@pytest.mark.slow
 def test_stock_transformers_loads_what_comes_back(tmp_path):
     small, back = str(tmp_path / "small"), str(tmp_path / "back")
     source = write_llama(tmp_path / "model", shard="60kB")

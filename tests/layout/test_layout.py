@@ -20,8 +20,8 @@ LAYERS = [
     "codecs",
     *["tree", "plan", "container", "sparsity", "quantization"],
     *["summary", "presets", "dialects"],
-    "archive",
-    *["delta", "formats", "folder", "model"],
+    *["archive", "residual"],
+    *["delta", "formats", "folder", "delta_folder", "model"],
     "checkpoint",
     "cli",
 ]

@@ -1,19 +1,26 @@
 """Models as differences from other models."""
 
 import json
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import weights, write_folder
 from safetensors.torch import load_file
-from strategies import same_bits
+from strategies import same_bits, same_tensors
 
 import slimtensors
+from slimtensors.archive.state import Item, State
+from slimtensors.archive.write import write
 from slimtensors.cli import main
-from slimtensors.delta import add_difference, diff, difference, restore
+from slimtensors.delta import Changed, diff, digest, restore
+from slimtensors.delta_folder import diff_folder, restore_folder
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
-from slimtensors.spec import DTYPES
+from slimtensors.folder import compress_folder
+from slimtensors.residual import add_difference, difference, residual
+from slimtensors.spec import DTYPES, Spec
 
 NUMBERS = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
 
@@ -119,9 +126,77 @@ def test_an_unrelated_base_costs_no_more_than_none(tmp_path):
     assert (tmp_path / "delta").stat().st_size <= (tmp_path / "whole").stat().st_size * 1.01
 
 
-def test_a_difference_of_another_shape_is_damage():
-    with pytest.raises(CorruptFileError):
-        add_difference(torch.zeros(3, dtype=torch.uint16), torch.zeros(4).bfloat16())
+def test_weights_that_all_changed_are_sorted_by_the_exponents_of_the_base(tmp_path):
+    torch.manual_seed(0)
+    old = torch.randn(512, 512) * torch.logspace(-2, 0, 512)
+    new = old + 1e-5 * torch.randn(512, 512)
+    sizes = {}
+    for name, x in (("old", old), ("new", new)):
+        slimtensors.save({"x": x}, tmp_path / name)
+    diff(tmp_path / "new", tmp_path / "old", tmp_path / "delta")
+    assert slimtensors.open(tmp_path / "delta").delta["tensors"]["x"][0] == "by-exponent"
+    for kind in ("difference", "by-exponent"):
+        summary = slimtensors.save(
+            {"x": residual(kind, new, old)}, tmp_path / kind, preset="lossless"
+        )
+        sizes[kind] = summary.stored_bytes
+    assert sizes["by-exponent"] < 0.93 * sizes["difference"]
+    assert (tmp_path / "delta").stat().st_size < 1.02 * sizes["by-exponent"]
+    restore(tmp_path / "delta", tmp_path / "old", tmp_path / "back")
+    assert slimtensors.verify(tmp_path / "back", against=tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"tensors": {"x": ["by-mood", "0" * 32]}},
+        {"tensors": {"x": ["difference"]}},
+        {"tensors": {"x": ["whole", "0" * 32]}},
+        {"tensors": {"x": ["same", "0" * 32]}, "tied": {"x": "x"}},
+        {"tensors": {"x": ["whole"]}, "files": {"a.safetensors": []}},
+        {"tensors": {"x": ["whole"]}, "files": {"a.safetensors": ["x", "x"]}},
+        {"tensors": {"x": ["whole"]}, "files": {"../a.safetensors": ["x"]}},
+        {"tensors": {"x": ["whole"]}, "files": {"/a.safetensors": ["x"]}},
+        {"tensors": {"x": ["whole"]}, "files": {"config.json": ["x"]}},
+        {"tensors": {"x": ["whole"]}, "files": {"a.safetensors": ["x"], "b.safetensors": []}},
+        {"tensors": {"x": ["whole"]}, "files": {"a.safetensors": ["x"]}, "index": "../a.json"},
+        {"tensors": {"x": ["whole"]}, "files": {"a.safetensors": [1]}},
+        {"tensors": {"x": ["whole"]}, "index": "a.json"},
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_damage(said):
+    with pytest.raises(CorruptFileError, match="does not say"):
+        Changed.from_json({"tied": {}, **said})
+
+
+def test_a_residual_that_does_not_fit_its_base_is_damage_that_is_named(tmp_path):
+    base = torch.zeros(64)
+    slimtensors.save({"x": base}, tmp_path / "base")
+    for kind in ("difference", "by-exponent"):
+        item = Item(
+            "x", Spec.of(base), lambda each: torch.ones(63, dtype=torch.uint32), always_blob=True
+        )
+        told = {"tensors": {"x": [kind, digest(base)]}, "tied": {}}
+        write(State([item], delta=told), tmp_path / "delta", preset="lossless", dialect="slim")
+        with pytest.raises(CorruptFileError, match=r"delta: x: .*fit"):
+            restore(tmp_path / "delta", tmp_path / "base", tmp_path / "back")
+
+
+def test_bases_may_be_remote(models):
+    fsspec = pytest.importorskip("fsspec")
+    _, _, folder = models
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/delta-test/base.safetensors", (folder / "base.safetensors").read_bytes())
+    memory.pipe("/delta-test/new.safetensors", (folder / "new.safetensors").read_bytes())
+    options = {"storage_options": {"skip_instance_cache": False}}
+    base, tuned = "memory://delta-test/base.safetensors", "memory://delta-test/new.safetensors"
+    diff(tuned, base, folder / "delta", **options)
+    restore(folder / "delta", base, folder / "back", **options)
+    assert slimtensors.verify(folder / "back", against=folder / "new.safetensors")
+    memory.pipe("/delta-test/folder/model.safetensors", (folder / "new.safetensors").read_bytes())
+    diff_folder("memory://delta-test/folder", base, folder / "d", **options)
+    restore_folder(folder / "d", base, folder / "r", **options)
+    assert slimtensors.verify(folder / "r", against=folder / "new.safetensors")
 
 
 def test_folders_on_the_command_line(models, capsys):
@@ -129,12 +204,8 @@ def test_folders_on_the_command_line(models, capsys):
     for name, table in (("old", base), ("tuned", new)):
         slimtensors.save(table, folder / name, max_shard_size="200kB")
         (folder / name / "config.json").write_text(json.dumps({"name": name}))
-    assert (
-        main(
-            ["diff", str(folder / "tuned"), "--base", str(folder / "old"), "-o", str(folder / "d")]
-        )
-        == 0
-    )
+    ask = ["diff", str(folder / "tuned"), "--base", str(folder / "old"), "-o", str(folder / "d")]
+    assert main(ask) == 0
     assert "smaller than whole" in capsys.readouterr().out
     back = ["restore", str(folder / "d"), "--base", str(folder / "old"), "-o", str(folder / "r")]
     assert main([*back, "--json"]) == 0
@@ -143,3 +214,80 @@ def test_folders_on_the_command_line(models, capsys):
     assert main(back) == 2  # it exists
     assert main([*back[:3], str(folder / "tuned"), "-o", str(folder / "x")]) == 1
     assert not (folder / "x").exists()
+
+
+def names(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("stem", ["model", "unusual"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_restored_folder_is_the_one_that_was(tmp_path, shards, stem):
+    old = write_folder(tmp_path / "old")
+    new = write_folder(tmp_path / "new", shards=shards, config={"a": 1}, table=finetuned(weights()))
+    for path in new.glob("model*"):
+        text = path.read_bytes().replace(b"model-0", stem.encode() + b"-0")
+        path.with_name(path.name.replace("model", stem)).write_bytes(text)
+        if stem != "model":
+            path.unlink()
+    diff_folder(new, old, tmp_path / "delta")
+    restore_folder(tmp_path / "delta", old, tmp_path / "back")
+    assert names(tmp_path / "back") == names(new)
+    for path in new.rglob("*.json"):
+        assert json.loads(path.read_text()) == json.loads(
+            (tmp_path / "back" / path.relative_to(new)).read_text()
+        )
+    for path in new.glob("*.safetensors"):
+        assert same_tensors(load_file(path), load_file(tmp_path / "back" / path.name))
+    restore_folder(tmp_path / "delta", old, tmp_path / "many", max_shard_size="9kB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert slimtensors.verify(tmp_path / "many", against=new)
+
+
+def test_tied_names_stay_in_the_file_of_their_tensor(models):
+    base, new, folder = models
+    slimtensors.save(base, folder / "old")
+    slimtensors.save(new, folder / "tuned", max_shard_size="200kB")
+    diff_folder(folder / "tuned", folder / "old", folder / "d")
+    restore_folder(folder / "d", folder / "old", folder / "r")
+    assert names(folder / "r") == names(folder / "tuned")
+    back = slimtensors.load(folder / "r")
+    assert back["tied"] is back["layer0.weight"]
+
+
+def test_the_config_of_a_delta_says_what_it_is(tmp_path):
+    old = write_folder(tmp_path / "old")
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "other", "bits": 4}}
+    new = write_folder(tmp_path / "new", config=config, table=finetuned(weights()))
+    diff_folder(new, old, tmp_path / "delta")
+    section = json.loads((tmp_path / "delta" / "config.json").read_text())["quantization_config"]
+    assert section["quant_method"] == "slimtensors"
+    assert section["delta"]["base"] == "old"
+    assert re.fullmatch("[0-9a-f]{32}", section["delta"]["digest"])
+    assert sum(section["delta"]["tensors"].values()) == len(weights())
+    assert 0 < section["bits_per_weight"] < 16
+    restore_folder(tmp_path / "delta", old, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+
+
+def test_a_delta_of_a_compressed_folder_restores_a_plain_one(tmp_path):
+    old = write_folder(tmp_path / "old")
+    new = write_folder(tmp_path / "new", table=finetuned(weights()))
+    compress_folder(new, tmp_path / "small")
+    diff_folder(tmp_path / "small", old, tmp_path / "delta")
+    restore_folder(tmp_path / "delta", old, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (new / "config.json").read_text()
+    )
+    assert same_tensors(
+        load_file(tmp_path / "back" / "model.safetensors"), load_file(new / "model.safetensors")
+    )
+
+
+def test_another_safetensors_file_beside_a_delta_is_not_taken_for_it(tmp_path):
+    old = write_folder(tmp_path / "old")
+    new = write_folder(tmp_path / "new", table=finetuned(weights()))
+    slimtensors.save({"adapter": torch.ones(3)}, new / "adapter.safetensors")
+    diff_folder(new, old, tmp_path / "delta")
+    restore_folder(tmp_path / "delta", old, tmp_path / "back")
+    assert names(tmp_path / "back") == names(new)

@@ -23,9 +23,7 @@ def add_to(verbs: "console.Verbs") -> None:
     console.add_target(verb, required=False)
     verb.add_argument("--preset", default="sparse", help=", ".join(presets.PRESETS))
     verb.add_argument("--dialect", default="slim", help=", ".join(dialects.names()))
-    verb.add_argument(
-        "--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, ..."
-    )
+    console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
     console.add_threads(verb)

@@ -41,6 +41,13 @@ def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
 
+def add_shard_size(verb: argparse.ArgumentParser) -> None:
+    """Add the size of files."""
+    verb.add_argument(
+        "--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, ..."
+    )
+
+
 def add_filters(verb: argparse.ArgumentParser, what: str) -> None:
     """Add options that choose tensors by name."""
     verb.add_argument(

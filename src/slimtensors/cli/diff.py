@@ -1,11 +1,13 @@
 """`slimtensors diff`: store a model as its difference from another one."""
 
 import argparse
+from functools import partial
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
 from slimtensors.delta import diff
-from slimtensors.folder import diff_folder, is_model
+from slimtensors.delta_folder import diff_folder
+from slimtensors.folder import is_model
 from slimtensors.summary import counted, human
 
 
@@ -30,20 +32,13 @@ def run(options: argparse.Namespace) -> int:
     console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         total = console.dense_bytes(archive)
+    work = diff
+    if is_model(options.source):
+        work = partial(diff_folder, replace=options.force)
     with console.progress(total, "diff") as bar:
-        if is_model(options.source):
-            summary = diff_folder(
-                options.source,
-                options.base,
-                options.output,
-                replace=options.force,
-                threads=options.threads,
-                progress=bar,
-            )
-        else:
-            summary = diff(
-                options.source, options.base, options.output, threads=options.threads, progress=bar
-            )
+        summary = work(
+            options.source, options.base, options.output, threads=options.threads, progress=bar
+        )
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:

@@ -1,10 +1,13 @@
 """`slimtensors restore`: a whole model from a delta and its base."""
 
 import argparse
+from functools import partial
 
 from slimtensors.cli import console
-from slimtensors.delta import restore, restored
-from slimtensors.folder import is_model, restore_folder
+from slimtensors.container import parse_size
+from slimtensors.delta import opened, restore, restored
+from slimtensors.delta_folder import restore_folder
+from slimtensors.folder import is_model
 from slimtensors.summary import counted, human
 
 
@@ -19,6 +22,7 @@ def add_to(verbs: "console.Verbs") -> None:
     console.add_source(verb)
     verb.add_argument("--base", required=True, help="the model that the delta was made from")
     console.add_target(verb)
+    console.add_shard_size(verb)
     console.add_threads(verb)
     console.add_json(verb)
     verb.set_defaults(run=run)
@@ -27,21 +31,21 @@ def add_to(verbs: "console.Verbs") -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the model, then say how large it is."""
     console.refuse_existing(options.output, force=options.force)
-    total = sum(item.spec.nbytes for item in restored(options.source, options.base).items)
+    parse_size(options.max_shard_size)
+    state = restored(opened(options.source), opened(options.base))
+    total = sum(item.spec.nbytes for item in state.items)
+    work = restore
+    if is_model(options.source):
+        work = partial(restore_folder, replace=options.force)
     with console.progress(total, "restore") as bar:
-        if is_model(options.source):
-            summary = restore_folder(
-                options.source,
-                options.base,
-                options.output,
-                replace=options.force,
-                threads=options.threads,
-                progress=bar,
-            )
-        else:
-            summary = restore(
-                options.source, options.base, options.output, threads=options.threads, progress=bar
-            )
+        summary = work(
+            options.source,
+            options.base,
+            options.output,
+            max_shard_size=options.max_shard_size,
+            threads=options.threads,
+            progress=bar,
+        )
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:

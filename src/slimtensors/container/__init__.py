@@ -3,9 +3,11 @@
 from slimtensors.container.header import Entry, Header, check_name, has_code
 from slimtensors.container.place import LocalPlace, Place, StrPath, local, place
 from slimtensors.container.reader import (
+    DELTA,
     INDEX,
     SINGLE,
     StoredFile,
+    is_inside,
     open_file,
     open_files,
     weight_files,
@@ -21,6 +23,7 @@ from slimtensors.container.shards import (
 from slimtensors.container.writer import Chunk, Piece, sync_folder
 
 __all__ = [
+    "DELTA",
     "INDEX",
     "SINGLE",
     "Chunk",
@@ -36,6 +39,7 @@ __all__ = [
     "StrPath",
     "check_name",
     "has_code",
+    "is_inside",
     "local",
     "open_file",
     "open_files",

@@ -13,6 +13,8 @@ from slimtensors.errors import CorruptFileError, FormatError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """What transformers and its kin look for in a folder."""
+DELTA = "delta.safetensors"
+"""What they do not find: with this alone they stop, whatever it holds."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,12 @@ def read_index(index: Place) -> dict[str, list[str]]:
     if not shards:
         raise CorruptFileError(f"{index}: the index names no file")
     for file in shards:
-        if not _is_inside(file):
+        if not is_inside(file):
             raise FormatError(f"{index}: {file!r} is not a file of this folder")
     return shards
 
 
-def _is_inside(name: object) -> bool:
+def is_inside(name: object) -> bool:
     """Tell whether `name` can only be a file below the folder in which it is said."""
     if not isinstance(name, str) or any(c in name for c in ":\\\0") or not _is_text(name):
         return False
@@ -113,7 +115,7 @@ def _main(where: Place) -> Place:
 
 def _main_file(folder: Place) -> str:
     files = folder.files()
-    for name in (SINGLE, INDEX):
+    for name in (SINGLE, INDEX, DELTA):
         if name in files:
             return name
     for ending in (".safetensors.index.json", ".safetensors"):
