@@ -4,8 +4,11 @@ import random
 
 import numpy as np
 import torch
+from strategies import same_bits
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
+
+from slimtensors.checkpoint import build_checkpoint
 
 
 class Net(nn.Module):
@@ -83,3 +86,30 @@ class Run:
             self.step += 1
             losses.append(loss.item())
         return losses
+
+
+def built(run, **options):
+    """Return the state of a run."""
+    return build_checkpoint(*run.parts(), dataloader=run.batches, step=run.step, **options)
+
+
+def same_states(a, b):
+    """Tell whether two nested states have the same types, values and bits."""
+    if isinstance(a, torch.Tensor):
+        return same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_states(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_states, a, b))
+    return repr(a) == repr(b)
+
+
+def copied(value):
+    """Return a state that training on does not change."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return type(value)((k, copied(v)) for k, v in value.items())
+    return [copied(v) for v in value] if type(value) is list else value

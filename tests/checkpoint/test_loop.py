@@ -119,7 +119,7 @@ def test_a_failed_save_is_noted_on_the_error_that_ends_the_loop(tmp_path):
 
 def kept(tmp_path, metrics, **options):
     run = Run()
-    with looped(run, tmp_path, every=1, async_=False, **options) as ckpt:
+    with looped(run, tmp_path, every=1, async_=False, **{"base": None, **options}) as ckpt:
         for value in metrics:
             ckpt.step(loss=value)
     return [int(name.removeprefix("step-")) for name in names(tmp_path)]
@@ -263,12 +263,12 @@ def test_a_snapshot_takes_every_dtype(name):
 
 def test_a_run_on_the_command_line(tmp_path, capsys):
     folder = tmp_path / "run"
-    kept(folder, [3, 2])
+    kept(folder, [3, 2], base="auto")
     assert is_run(folder)
     assert main(["inspect", str(folder)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["checkpoint", "kind", "profile", "base", "step", "stored", "age"]
-    assert table[2].startswith("step-00000002  full  exact    -        2")
+    assert table[2].startswith("step-00000002  delta  exact    step-00000001     2")
     assert main(["inspect", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(t["step"], t["metrics"]) for t in told] == [(1, {"loss": 3.0}), (2, {"loss": 2.0})]

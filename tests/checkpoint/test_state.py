@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from strategies import same_bits
 from torch import nn
-from training import Batches, Net, Run
+from training import Batches, Net, Run, built, same_states
 
 from slimtensors.checkpoint import (
     build_checkpoint,
@@ -13,23 +12,6 @@ from slimtensors.checkpoint import (
     save_checkpoint,
 )
 from slimtensors.errors import ConfigError, MismatchError, UnsupportedTensorError
-
-
-def built(run, **options):
-    return build_checkpoint(*run.parts(), dataloader=run.batches, step=run.step, **options)
-
-
-def same_states(a, b):
-    """Tell whether two nested states have the same types, values and bits."""
-    if isinstance(a, torch.Tensor):
-        return same_bits(a, b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same_states(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_states, a, b))
-    return repr(a) == repr(b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,8 +2,9 @@
 
 from slimtensors.checkpoint import io
 from slimtensors.checkpoint.filters import Filter
-from slimtensors.checkpoint.io import Saved, load_checkpoint, save_checkpoint
+from slimtensors.checkpoint.io import Saved, flatten, load_checkpoint, save_checkpoint
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
+from slimtensors.checkpoint.profiles import PROFILES, Profile
 from slimtensors.checkpoint.roles import About
 from slimtensors.checkpoint.run import (
     Point,
@@ -17,14 +18,17 @@ from slimtensors.checkpoint.run import (
 from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
 
 __all__ = [
+    "PROFILES",
     "About",
     "Checkpointing",
     "Filter",
     "Point",
+    "Profile",
     "RunVerification",
     "Saved",
     "build_checkpoint",
     "checkpointing",
+    "flatten",
     "io",
     "is_run",
     "load_checkpoint",

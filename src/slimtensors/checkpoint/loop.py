@@ -16,7 +16,9 @@ from torch import nn
 
 from slimtensors.checkpoint.commit import remove_folder
 from slimtensors.checkpoint.io import FlatState, Saved, load_checkpoint, save_flat
+from slimtensors.checkpoint.keyframes import demote, next_base, resumable
 from slimtensors.checkpoint.lock import locked
+from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.retention import Retention
 from slimtensors.checkpoint.run import drop_incomplete, points
 from slimtensors.checkpoint.snapshot import Snapshot
@@ -27,7 +29,7 @@ from slimtensors.checkpoint.state import (
     restore_checkpoint,
 )
 from slimtensors.container import StrPath, local
-from slimtensors.errors import ConfigError, FormatError
+from slimtensors.errors import ConfigError, FormatError, MismatchError
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +77,10 @@ class Options:
 
     every: int
     retention: Retention
+    keep_history: bool
+    base: str | None
+    keyframe_every: int
+    profile: Profile
     is_async: bool
     resume: bool
     on_commit: Callable[[Path], object] | None
@@ -95,6 +101,10 @@ def checkpointing(
     keep_every: int | None = None,
     keep_best: str | None = None,
     best_is: str = "min",
+    keep_history: bool = False,
+    base: str | None = "auto",
+    keyframe_every: int = 8,
+    profile: str | Profile = "exact",
     async_: bool = True,
     resume: bool = True,
     on_commit: Callable[[Path], object] | None = None,
@@ -107,19 +117,34 @@ def checkpointing(
                 ...
                 ckpt.step(loss=loss.item())
 
+    Checkpoints are stored as differences from the last one that stands alone, of which there is one
+    in `keyframe_every` saves; with `base="chain"` from the one before, with `base=None` from none.
+    `profile` says what may be rounded: by default nothing. What the `keep_…` options do not keep is
+    removed, or with `keep_history` reduced to its weights in bf16.
+
     A step at which nothing is due costs nothing. When a save is due, the loop waits for the one
     before and for a copy of the state; another thread does the rest and then calls `on_commit` with
     the folder. What goes wrong there is raised by the next call. SIGTERM lets the next `step` save
     and then ends the program.
     """
-    if type(every) is not int or every < 1:
-        raise ConfigError(f"every must be a number of steps from 1, got {every!r}")
+    for name, value in (("every", every), ("keyframe_every", keyframe_every)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} must be a number from 1, got {value!r}")
+    if base not in ("auto", "chain", None):
+        raise ConfigError(f"base must be 'auto', 'chain' or None, got {base!r}")
+    how = find_profile(profile)
+    if how.is_model_only:
+        raise ConfigError(f"profile {how.name!r} cannot be resumed from; use keep_history")
     return Checkpointing(
         local(run),
         Trained(model, optimizer, scheduler, scaler, dataloader, extra),
         Options(
             every,
             Retention(keep_last, keep_every, keep_best, best_is),
+            keep_history,
+            base,
+            keyframe_every,
+            how,
             async_,
             resume,
             on_commit,
@@ -139,6 +164,8 @@ class Checkpointing:
         """The state that was resumed from."""
         self._trained, self._options = trained, options
         self._done = 0
+        self._since = 0
+        """Saves since the last one that stands alone."""
         self._snapshot = Snapshot()
         self._saving: Future[Saved] | None = None
         self._is_told_to_stop = False
@@ -204,20 +231,36 @@ class Checkpointing:
 
     def _write(self, state: FlatState, step: int) -> Saved:
         """Save, then remove what need not be kept any more: never the other way round."""
-        saved = save_flat(state, self.run / f"step-{step:08d}", threads=self._options.threads)
+        options = self._options
+        base = next_base(points(self.run), options.base, self._since, options.keyframe_every)
+        saved = save_flat(
+            state,
+            self.run / f"step-{step:08d}",
+            base=base.path if base else None,
+            profile=options.profile,
+            threads=options.threads,
+        )
+        self._since = self._since + 1 if base else 0
         _log.info("%s", saved)
-        found = points(self.run)
-        keep = self._options.retention.kept(found)
-        # Newest first: a delta goes before what it needs, so that none is ever left without.
-        for point in reversed(found):
-            if point.name not in keep:
-                remove_folder(point.path)
-        if self._options.on_commit:
-            self._options.on_commit(saved.path)
+        self._tidy()
+        if options.on_commit:
+            options.on_commit(saved.path)
         return saved
 
-    def _resume(self) -> None:
+    def _tidy(self) -> None:
         found = points(self.run)
+        keep = self._options.retention.kept(resumable(found))
+        # Newest first: a delta goes before what it needs, so that none is ever left without.
+        for point in reversed(resumable(found)):
+            if point.name in keep:
+                continue
+            if self._options.keep_history:
+                demote(point, points(self.run), threads=self._options.threads)
+            else:
+                remove_folder(point.path)
+
+    def _resume(self) -> None:
+        found = resumable(points(self.run))
         if found and not self._options.resume:
             raise ConfigError(
                 f"{self.run}: holds {found[-1].name}; resume, or choose another folder"
@@ -225,7 +268,7 @@ class Checkpointing:
         for point in reversed(found):
             try:
                 state = load_checkpoint(point.path, threads=self._options.threads)
-            except FormatError as error:
+            except (FormatError, MismatchError) as error:
                 _log.warning(
                     "%s: cannot be resumed from, trying an older one: %s", point.path, error
                 )
@@ -233,6 +276,8 @@ class Checkpointing:
             self._trained.restore(state)
             self.resumed = state
             self.start = self._done = point.manifest.step or 0
+            full = [i for i, other in enumerate(found) if other.manifest.base is None]
+            self._since = len(found) - 1 - full[-1] if full else 0
             return
         if found:
             raise FormatError(f"{self.run}: none of its {len(found)} checkpoints can be read")

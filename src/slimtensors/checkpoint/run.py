@@ -15,8 +15,9 @@ from slimtensors.checkpoint.manifest import (
     is_checkpoint,
     read_manifest,
 )
+from slimtensors.checkpoint.reading import StoredState
 from slimtensors.container import StrPath, local
-from slimtensors.errors import ConfigError, FormatError
+from slimtensors.errors import ConfigError, FormatError, MismatchError
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
     for point in found:
         try:
             problem = _damage(point, threads)
-        except (FormatError, OSError) as error:
+        except (FormatError, MismatchError, OSError) as error:
             problem = str(error)
         if problem:
             damaged[point.name] = problem
@@ -122,20 +123,8 @@ def drop_incomplete(run: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def check_base(path: Path, manifest: Manifest) -> None:
-    """Raise `FormatError` unless the base of a checkpoint is there."""
-    base = manifest.base
-    if base is None:
-        return
-    home = path.parent / base.name
-    if not is_checkpoint(home):
-        raise FormatError(f"{path}: is a difference from {base.name} ({base.id}), which is missing")
-    if (have := read_manifest(home).id) != base.id:
-        raise FormatError(f"{path}: needs {base.name} with id {base.id}; the one there is {have}")
-
-
 def _damage(point: Point, threads: int | None) -> str:
-    check_base(point.path, point.manifest)
+    StoredState(point.path)  # opens its base too
     state = point.path / STATE
     if content_id(state) != point.manifest.id:
         return f"{state}: is not the file that was saved"
