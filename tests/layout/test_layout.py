@@ -23,6 +23,7 @@ LAYERS = [
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model"],
     "checkpoint",
+    "integrations",
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

@@ -1,6 +1,6 @@
 """Training checkpoints: small, exact to resume, safe."""
 
-from slimtensors.checkpoint import io
+from slimtensors.checkpoint import io, rng
 from slimtensors.checkpoint.filters import Filter
 from slimtensors.checkpoint.io import Saved, flatten, load_checkpoint, save_checkpoint
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
@@ -13,6 +13,7 @@ from slimtensors.checkpoint.run import (
     points,
     remove_checkpoint,
     repair_run,
+    state_file,
     verify_run,
 )
 from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
@@ -36,6 +37,8 @@ __all__ = [
     "remove_checkpoint",
     "repair_run",
     "restore_checkpoint",
+    "rng",
     "save_checkpoint",
+    "state_file",
     "verify_run",
 ]

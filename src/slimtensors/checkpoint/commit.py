@@ -40,6 +40,23 @@ def new_folder(path: StrPath) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def replace_folder(new: Path, old: Path) -> None:
+    """Give a complete folder the name of another one, which then disappears."""
+    gone = _hidden(old)
+    old.rename(gone)
+    new.rename(old)
+    sync_folder(old.parent)
+    shutil.rmtree(gone)
+
+
+def write_file(path: Path, raw: bytes) -> None:
+    """Write a small file and make sure that it is on the disk."""
+    with path.open("xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def remove_folder(path: Path) -> None:
     """Remove a folder: it loses its name in one step, then its content."""
     gone = _hidden(path)

@@ -12,7 +12,7 @@ from torch import Tensor
 from slimtensors.archive.state import State, given
 from slimtensors.archive.write import write
 from slimtensors.checkpoint.coding import Coding
-from slimtensors.checkpoint.commit import new_folder
+from slimtensors.checkpoint.commit import new_folder, write_file
 from slimtensors.checkpoint.filters import WEIGHT_MATRICES, Filter, chosen
 from slimtensors.checkpoint.manifest import (
     STATE,
@@ -113,16 +113,21 @@ def save_flat(
     base: StrPath | None = None,
     profile: str | Profile = "exact",
     lossy: Filter | None = None,
+    files: Mapping[str, bytes] | None = None,
     threads: int | None = None,
 ) -> Saved:
-    """Do what `save_checkpoint` does with a state that was taken apart before."""
+    """Do what `save_checkpoint` does with a state that was taken apart before.
+
+    `files` are small ones that somebody else wants to find in the same folder.
+    """
     how = find_profile(profile)
     if lossy is not None and how.is_exact:
         raise ConfigError("lossy chooses what to round, but nothing is to be: choose a profile")
     if how.is_model_only:
         state = FlatState.of(_model_only(state))
     if base is None and how.is_exact:
-        return _save(state, path, given(state.tensors, state.tree), "lossless", threads=threads)
+        content = given(state.tensors, state.tree)
+        return _save(state, path, content, "lossless", files=files, threads=threads)
     abouts = describe(state.tensors, state.whole)
     allowed = chosen(lossy, abouts) if lossy is not None else set(abouts)
     before = _opened_base(base, path) if base is not None else None
@@ -136,6 +141,7 @@ def save_flat(
         base=Base(before.folder.name, before.manifest.id) if before else None,
         errors=coding.errors,
         kept_exact=coding.kept_exact,
+        files=files,
         threads=threads,
     )
 
@@ -191,6 +197,7 @@ def _save(
     errors: Mapping[str, float] | None = None,
     kept_exact: Mapping[str, str] | None = None,
     rounded: Collection[str] = (),
+    files: Mapping[str, bytes] | None = None,
     threads: int | None = None,
 ) -> Saved:
     with new_folder(path) as folder:
@@ -198,7 +205,7 @@ def _save(
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
         manifest = Manifest(
             id=content_id(folder / STATE),
-            step=_number(state.whole, "step"),
+            step=_number(state.whole, "step", "global_step"),
             epoch=_number(state.whole, "epoch"),
             profile=profile,
             bytes=(folder / STATE).stat().st_size,
@@ -207,6 +214,8 @@ def _save(
             base=base,
             errors={**measured, **(errors or {})},
         )
+        for name, raw in (files or {}).items():
+            write_file(folder / name, raw)
         write_manifest(folder, manifest)
     notes = {t.name: t.note for t in summary.tensors if t.name in rounded and t.error is None}
     return Saved(local(path), manifest, summary, {**notes, **(kept_exact or {})})
@@ -230,9 +239,9 @@ def _model_only(state: FlatState) -> dict[str, Any]:
     return parts
 
 
-def _number(state: Mapping[str, Any], key: str) -> int | None:
-    value = state.get(key)
-    return value if type(value) is int else None
+def _number(state: Mapping[str, Any], *keys: str) -> int | None:
+    values = (state.get(key) for key in keys)
+    return next((value for value in values if type(value) is int), None)
 
 
 def _metrics(state: Mapping[str, Any]) -> dict[str, float]:

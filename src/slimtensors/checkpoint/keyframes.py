@@ -36,6 +36,12 @@ def next_base(points: Sequence[Point], how: str | None, since: int, every: int) 
     return full[-1]
 
 
+def saves_since_keyframe(points: Sequence[Point]) -> int:
+    """Count the checkpoints after the last one that stands alone."""
+    full = [i for i, point in enumerate(points) if point.manifest.base is None]
+    return len(points) - 1 - full[-1] if full else 0
+
+
 def demote(point: Point, points: Sequence[Point], *, threads: int | None = None) -> Saved:
     """Replace a checkpoint by its weights in bf16, as a difference from another such if there is.
 

@@ -3,7 +3,7 @@
 import logging
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +16,16 @@ from torch import nn
 
 from slimtensors.checkpoint.commit import remove_folder
 from slimtensors.checkpoint.io import FlatState, Saved, load_checkpoint, save_flat
-from slimtensors.checkpoint.keyframes import demote, next_base, resumable
+from slimtensors.checkpoint.keyframes import (
+    demote,
+    next_base,
+    resumable,
+    saves_since_keyframe,
+)
 from slimtensors.checkpoint.lock import locked
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.retention import Retention
-from slimtensors.checkpoint.run import drop_incomplete, points
+from slimtensors.checkpoint.run import Point, drop_incomplete, points
 from slimtensors.checkpoint.snapshot import Snapshot
 from slimtensors.checkpoint.state import (
     Checkpoint,
@@ -44,6 +49,8 @@ class Trained:
     scaler: Stateful | None = None
     dataloader: Stateful | None = None
     extra: Callable[[], Mapping[str, Any]] | None = None
+    files: Callable[[], Mapping[str, bytes]] | None = None
+    """Small files that go with each checkpoint."""
 
     def build(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> Checkpoint:
         """Return their state, by reference."""
@@ -85,6 +92,8 @@ class Options:
     resume: bool
     on_commit: Callable[[Path], object] | None
     threads: int | None
+    name: str = "step-{:08d}"
+    """Of the folder of a step."""
 
 
 def checkpointing(
@@ -156,14 +165,17 @@ def checkpointing(
 class Checkpointing:
     """A training loop's checkpoints, from entering the `with` block to leaving it."""
 
-    def __init__(self, run: Path, trained: Trained, options: Options) -> None:
+    def __init__(
+        self, run: Path, trained: Trained, options: Options, *, start: int | None = None
+    ) -> None:
         self.run = run
-        self.start = 0
+        self.start = start or 0
         """Steps that were done before: where the loop goes on."""
         self.resumed: Checkpoint | None = None
         """The state that was resumed from."""
         self._trained, self._options = trained, options
-        self._done = 0
+        self._is_restored = start is not None
+        self._done = self.start
         self._since = 0
         """Saves since the last one that stands alone."""
         self._snapshot = Snapshot()
@@ -218,9 +230,11 @@ class Checkpointing:
         """Save now, whether it is time or not."""
         self.wait()
         state = self._trained.build(self._done, epoch, metrics)
+        files = self._trained.files() if self._trained.files else {}
         if not self._options.is_async:
-            return self._write(FlatState.of(state), self._done)
-        self._saving = self._pool.submit(self._write, self._snapshot.take(state), self._done)
+            return self._write(FlatState.of(state), self._done, files)
+        taken = self._snapshot.take(state)
+        self._saving = self._pool.submit(self._write, taken, self._done, files)
         return None
 
     def wait(self) -> None:
@@ -229,15 +243,16 @@ class Checkpointing:
         if saving is not None:
             saving.result()
 
-    def _write(self, state: FlatState, step: int) -> Saved:
+    def _write(self, state: FlatState, step: int, files: Mapping[str, bytes]) -> Saved:
         """Save, then remove what need not be kept any more: never the other way round."""
         options = self._options
         base = next_base(points(self.run), options.base, self._since, options.keyframe_every)
         saved = save_flat(
             state,
-            self.run / f"step-{step:08d}",
+            self.run / options.name.format(step),
             base=base.path if base else None,
             profile=options.profile,
+            files=files,
             threads=options.threads,
         )
         self._since = self._since + 1 if base else 0
@@ -261,6 +276,9 @@ class Checkpointing:
 
     def _resume(self) -> None:
         found = resumable(points(self.run))
+        if self._is_restored:  # by somebody else, from the point where we start
+            self._check_newest(found)
+            return
         if found and not self._options.resume:
             raise ConfigError(
                 f"{self.run}: holds {found[-1].name}; resume, or choose another folder"
@@ -276,11 +294,18 @@ class Checkpointing:
             self._trained.restore(state)
             self.resumed = state
             self.start = self._done = point.manifest.step or 0
-            full = [i for i, other in enumerate(found) if other.manifest.base is None]
-            self._since = len(found) - 1 - full[-1] if full else 0
+            self._since = saves_since_keyframe(found)
             return
         if found:
             raise FormatError(f"{self.run}: none of its {len(found)} checkpoints can be read")
+
+    def _check_newest(self, found: Sequence[Point]) -> None:
+        """Raise if checkpoints lie ahead of where training goes on."""
+        newer = [point for point in found if (point.manifest.step or 0) > self.start]
+        if newer:
+            where = f"training goes on from step {self.start}"
+            raise ConfigError(f"{self.run}: holds {newer[-1].name}, but {where}; remove it first")
+        self._since = saves_since_keyframe(found)
 
     def _listen(self, stack: ExitStack) -> None:
         """Note a SIGTERM, unless the program has its own ways with it."""

@@ -47,6 +47,13 @@ def is_run(path: StrPath) -> bool:
     return any(is_checkpoint(child) for child in folder.iterdir())
 
 
+def state_file(path: StrPath) -> StrPath:
+    """Return the file of tensors if this is the folder of a checkpoint, else the path itself."""
+    if isinstance(path, str) and "://" in path:
+        return path
+    return Path(path) / STATE if is_checkpoint(Path(path)) else path
+
+
 def points(run: StrPath) -> list[Point]:
     """List the complete checkpoints of a run, the newest last."""
     found = [Point(folder, m) for folder in _folders(local(run)) if (m := _manifest(folder))]

@@ -4,7 +4,7 @@ import argparse
 from datetime import UTC, datetime, timedelta
 
 from slimtensors.archive import Archive
-from slimtensors.checkpoint import Point, is_run, points
+from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if is_run(options.source):
         return _run_folder(options)
     keep = matching(options.only, options.skip)
-    with Archive(options.source) as archive:
+    with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
         summary = archive.select(name for name in archive if keep(name)).summary()
     if options.json:

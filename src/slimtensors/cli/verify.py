@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from slimtensors.archive import Archive, verify
-from slimtensors.checkpoint import is_run, verify_run
+from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.cli import console
 from slimtensors.errors import ConfigError
 from slimtensors.summary import counted
@@ -31,11 +31,14 @@ def run(options: argparse.Namespace) -> int:
     """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
     if is_run(options.source):
         return _run_folder(options)
-    with Archive(options.source) as archive:
+    with Archive(state_file(options.source)) as archive:
         total = sum(map(archive.stored_bytes, archive))
     with console.progress(total, "verify") as bar:
         found = verify(
-            options.source, against=options.against, threads=options.threads, progress=bar
+            state_file(options.source),
+            against=options.against,
+            threads=options.threads,
+            progress=bar,
         )
     if options.json:
         console.print_json(found.to_json())

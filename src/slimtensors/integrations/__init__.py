@@ -1,0 +1,1 @@
+"""What other packages' extension points ask for, one package each; imported only on request."""
