@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,14 @@ class Report:
 
 def machine() -> dict[str, Any]:
     """Describe the machine and the versions of what is measured."""
-    packages = ("slimtensors", "torch", "safetensors", "numpy", "compressed-tensors")
+    packages = (
+        "slimtensors",
+        "torch",
+        "safetensors",
+        "numpy",
+        "compressed-tensors",
+        "transformers",
+    )
     model = next(
         (
             line.partition(":")[2].strip()
@@ -275,10 +282,14 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in packages if _is_installed(name)},
         # Of what run.sh installed: the working tree may have changed since.
         "commit": os.environ.get("BENCH_COMMIT", "unknown, not started by run.sh"),
     }
+
+
+def _is_installed(package: str) -> bool:
+    return any(distributions(name=package))
 
 
 def _busy() -> float:
