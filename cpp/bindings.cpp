@@ -1,8 +1,10 @@
 // The only file that knows Python. It turns arrays into spans, drops the GIL, and calls the core.
 // Signatures and docstrings for users are in src/slimtensors/_core.pyi.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings_bytes.h"
+#include "bins.h"
 #include "bitmask.h"
 #include "counting.h"
 #include "cpu.h"
@@ -85,6 +87,35 @@ NB_MODULE(_core, m) {
             huffman_decode(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
         },
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
+
+    m.attr("BINS_CHUNK") = bins_chunk;
+    m.def(
+        "bins_model_bound", [](const std::vector<std::size_t>& widths) { return bins_model_bound(widths); },
+        "widths"_a);
+    m.def(
+        "bins_fit",
+        [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed,
+           const std::vector<std::size_t>& widths, const Out& labels, const Out& model) {
+            return bins_fit(items.bytes, {itemsize, exponent_bits, is_signed}, widths, labels.bytes,
+                            model.bytes);
+        },
+        "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "widths"_a, "labels"_a, "model"_a, no_gil);
+    m.def(
+        "bins_encode",
+        [](const In& items, std::size_t itemsize, unsigned exponent_bits, bool is_signed, std::size_t first,
+           const In& labels, const In& model, const Out& rows, const Out& data) {
+            return bins_encode(items.bytes, {itemsize, exponent_bits, is_signed}, first, labels.bytes,
+                               model.bytes, rows.bytes, data.bytes);
+        },
+        "items"_a, "itemsize"_a, "exponent_bits"_a, "is_signed"_a, "first"_a, "labels"_a, "model"_a, "rows"_a,
+        "data"_a, no_gil);
+    m.def(
+        "bins_decode",
+        [](const In& rows, const In& data, std::size_t itemsize, std::size_t first, const In& model,
+           const Out& items) {
+            bins_decode(rows.bytes, data.bytes, itemsize, first, model.bytes, items.bytes);
+        },
+        "rows"_a, "data"_a, "itemsize"_a, "first"_a, "model"_a, "items"_a, no_gil);
 
     nb::enum_<Order>(m, "Order")
         .value("INTEGERS", Order::integers)

@@ -12,6 +12,12 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/huffman_code.cpp
   ${CMAKE_CURRENT_LIST_DIR}/huffman_stream.cpp
   ${CMAKE_CURRENT_LIST_DIR}/huffman.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins_model.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins_scales.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins_fit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins_rans.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins.cpp
   ${CMAKE_CURRENT_LIST_DIR}/crc32c.cpp
   ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp
   ${CMAKE_CURRENT_LIST_DIR}/gaps.cpp
@@ -31,6 +37,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/planes_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/huffman_stream_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/bins_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp)
   target_sources(slim_core PRIVATE ${avx2})
   set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")

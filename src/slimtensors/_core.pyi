@@ -5,6 +5,7 @@ TypeError. The GIL is released, so calls from several threads run side by side. 
 patterns of 1, 2, 4, 8 or 16 bytes; zero means all bits zero, so -0.0 is not zero.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -119,6 +120,53 @@ def huffman_decode(
     rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
 ) -> None:
     """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
+
+BINS_CHUNK: int
+"""Items of a chunk of the functions below, which code items as bins, in chunks that share a model.
+
+An item has 1, 2, 4 or 8 bytes; a float has `exponent_bits`, an integer none. `rows` has two 32-bit
+numbers for each chunk: its bytes and its checksum.
+"""
+
+def bins_model_bound(widths: Sequence[int]) -> int:
+    """Return how much room `bins_fit` needs for a model."""
+
+def bins_fit(
+    items: Buffer,
+    itemsize: int,
+    exponent_bits: int,
+    is_signed: bool,
+    widths: Sequence[int],
+    labels: MutableBuffer,
+    model: MutableBuffer,
+) -> int:
+    """Find a model and return its size; 0 if none makes the items smaller.
+
+    `widths` are how many items rows could have. `labels` gets a byte for each row, and has room for
+    as many rows as the items could have.
+    """
+
+def bins_encode(
+    items: Buffer,
+    itemsize: int,
+    exponent_bits: int,
+    is_signed: bool,
+    first: int,
+    labels: Buffer,
+    model: Buffer,
+    rows: MutableBuffer,
+    data: MutableBuffer,
+) -> int:
+    """Code chunks of a tensor, from item `first` on, as fitted; return how many bytes that took.
+
+    `labels` are those of all rows of the tensor, and `data` has as much room as the items. Without
+    a model, and where coding does not make a chunk smaller, it is a copy.
+    """
+
+def bins_decode(
+    rows: Buffer, data: Buffer, itemsize: int, first: int, model: Buffer, items: MutableBuffer
+) -> None:
+    """Undo `bins_encode`. Refuse a wrong checksum, size or model; `items` is then unspecified."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
     """Return the CRC-32C of `data`; `seed` is the checksum of the bytes before it."""

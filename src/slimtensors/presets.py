@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimtensors.codecs import Bitmask, Bitmask24, Huffman, Int
+from slimtensors.codecs import Bins, Bitmask, Bitmask24, Codec, Huffman, Int
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.plan import Plan, relative_error
 from slimtensors.sparsity import Zeros, count_zeros, is_24
@@ -58,6 +58,11 @@ def lossless(name: str, x: Tensor) -> Choice:
     return _coded(x, "fast")
 
 
+def lossless_max(name: str, x: Tensor) -> Choice:
+    """Do what `lossless` does in as few bits as we know how, at a third of its speed. Lossless."""
+    return _coded(x, "max")
+
+
 def extreme(name: str, x: Tensor) -> Choice:
     """Round matrices of floats to 8-bit integers, and store these in as few bits as they allow.
 
@@ -80,19 +85,41 @@ _TOLERATED = 0.03
 """Relative RMS error that one scale per tensor may cause."""
 
 
+_SAMPLE = 1 << 18
+"""Items that are coded to see which codec makes a tensor smaller."""
+
+
 def _coded(x: Tensor, effort: Effort) -> Choice:
     zeros = count_zeros(x)
     # Measured on real weights. All bytes of a zero are zeros, which codes of single bytes cannot
     # tell; of one byte, zero is a byte like others until it needs less than half a bit.
     many = 0.6 if x.element_size() == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
-        return Choice(Plan(Huffman()))
-    return Choice(_mask_and_values(zeros, effort), _negative_zeros(zeros))
-
-
-def _mask_and_values(zeros: Zeros, effort: Effort) -> Plan:
+        return Choice(Plan(_smallest(x) if effort == "max" else Huffman()))
+    values = _smallest(Bitmask().encode(_some(x))["values"]) if effort == "max" else Huffman()
     mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
-    return Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(Huffman())})
+    plan = Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(values)})
+    return Choice(plan, _negative_zeros(zeros))
+
+
+def _smallest(x: Tensor) -> Codec:
+    """Return the codec that takes the fewest bytes for some of `x`."""
+    sample = _some(x)
+
+    def size(codec: Codec) -> int:
+        return sum(part.nbytes for part in codec.encode(sample).values())
+
+    codecs: tuple[Codec, ...] = (Huffman(), Bins())
+    return min(codecs, key=size)
+
+
+def _some(x: Tensor) -> Tensor:
+    """Return a piece out of the middle of `x`, in whole rows, or all if it is small."""
+    if x.numel() <= _SAMPLE:
+        return x
+    rows = min(-(-_SAMPLE * len(x) // x.numel()), len(x))
+    begin = (len(x) - rows) // 2
+    return x[begin : begin + rows]
 
 
 PRESETS: Mapping[str, Chooser] = {
@@ -101,6 +128,7 @@ PRESETS: Mapping[str, Chooser] = {
     "bitmask": bitmask,
     "bitmask24": bitmask24,
     "lossless": lossless,
+    "lossless-max": lossless_max,
     "extreme": extreme,
 }
 

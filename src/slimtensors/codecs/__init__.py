@@ -1,5 +1,6 @@
 """Codecs: one file each. To add one, write the file and name it here."""
 
+from slimtensors.codecs.bins import Bins
 from slimtensors.codecs.bitmask import Bitmask
 from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
@@ -21,6 +22,7 @@ from slimtensors.codecs.registry import (
 from slimtensors.codecs.torch_quantized import TorchQuantized
 
 __all__ = [
+    "Bins",
     "Bitmask",
     "Bitmask24",
     "Chunked",
