@@ -136,7 +136,7 @@ def save_flat(
         state,
         path,
         coding.state(state.tree),
-        "lossless",
+        "lossless-max",
         profile=how.name,
         base=Base(before.folder.name, before.manifest.id) if before else None,
         errors=coding.errors,
