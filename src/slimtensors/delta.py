@@ -96,7 +96,7 @@ def changes(
             if torch.equal(as_bytes(x), as_bytes(y)):
                 how[name] = ["same", digest(y)]
                 return None
-            kind, r = smallest(x, y, lambda r: _cost(name, r, choose), each=each)
+            kind, r = smallest(x, y, lambda r: cost(name, r, choose), each=each)
             if kind != "whole":
                 how[name] = [kind, digest(y)]
             return r
@@ -190,7 +190,7 @@ def digest(x: Tensor) -> str:
     return found.hexdigest()[:32]
 
 
-def _cost(name: str, x: Tensor, choose: Chooser) -> float:
+def cost(name: str, x: Tensor, choose: Chooser) -> float:
     """Estimate the bytes of a tensor from a few pieces of it, each coded alone as chunks are."""
     flat = x.reshape(-1)
     pieces = [flat]

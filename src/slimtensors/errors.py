@@ -8,6 +8,7 @@
   * ConfigError                a bad option or an unknown name
   * MismatchError              two things that should fit do not
   * StatusError                a step was taken before the one it needs
+  * InUseError                 another process is writing there
   * UnsupportedTensorError     a tensor that cannot be stored
   * UnsupportedOperationError  an operation that compressed tensors do not have
   * MissingDependencyError     an optional package is not installed
@@ -47,6 +48,10 @@ class MismatchError(SlimError, ValueError):
 
 class StatusError(SlimError, RuntimeError):
     """A step was taken before the one it needs."""
+
+
+class InUseError(SlimError, RuntimeError):
+    """Another process is writing to the same place."""
 
 
 class UnsupportedTensorError(SlimError, TypeError):

@@ -6,7 +6,7 @@ them back. Nothing is pickled, so a file can hold nothing that runs.
 
 import base64
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,6 +90,8 @@ def _outline(
             pairs = [[inner(k, "key"), inner(v, k)] for k, v in value.items()]
             extra = getattr(value, "_metadata", None)  # what nn.Module.state_dict() adds
             return {"ordered": pairs, **({"metadata": inner(extra, "_metadata")} if extra else {})}
+        case Counter() if type(value) is Counter:  # the milestones of a scheduler
+            return {"counter": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
         case dict() if type(value) is dict:
             return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
     raise UnsupportedTensorError(
@@ -131,6 +133,8 @@ def _rebuilt(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
             return tuple(inner(part) for part in parts)
         case {"dict": list(pairs)}:
             return {inner(key): inner(value) for key, value in pairs}
+        case {"counter": list(pairs)}:
+            return Counter({inner(key): inner(value) for key, value in pairs})
         case {"ordered": list(pairs), **rest}:
             table: Any = OrderedDict((inner(key), inner(value)) for key, value in pairs)
             if "metadata" in rest:

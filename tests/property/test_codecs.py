@@ -17,11 +17,9 @@ from slimtensors.spec import DTYPES, Spec, serially
 FITTING = {"bitmask24": two_four_tensors()}
 """What a codec can encode, where that is not every tensor."""
 
-SPECIAL = ("int", "quantized", "torch-quantized")
-"""`int` and `quantized` round floats, `torch-quantized` is for torch's own dtypes."""
-
-GENERAL = [name for name in codecs.names() if name not in SPECIAL]
-"""Codecs for any tensor."""
+LOSSY = {name for name in codecs.names() if getattr(codecs.find(name), "lossy", False)}
+GENERAL = [name for name in codecs.names() if name not in {*LOSSY, "torch-quantized"}]
+"""Codecs for any tensor; lossy ones round floats, `torch-quantized` is for torch's own dtypes."""
 
 every_codec = pytest.mark.parametrize("name", GENERAL)
 relaxed = settings(deadline=None, max_examples=100)

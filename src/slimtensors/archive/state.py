@@ -46,7 +46,7 @@ class State:
 
 def as_state(tensors: Mapping[str, Any] | Archive) -> State:
     """Check that all of it can be stored, and return it."""
-    state = _archived(tensors) if isinstance(tensors, Archive) else _given(*flatten(tensors))
+    state = _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
     for name in (*(item.name for item in state.items), *state.tied):
         check_name(name)
     return state
@@ -61,7 +61,9 @@ def _archived(archive: Archive) -> State:
     return State([item(name) for name in archive if name not in tied], tied, archive.tree)
 
 
-def _given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
+def given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
+    """Return a state of these tensors; those that are the same memory are stored once."""
+
     def item(name: str, x: Tensor) -> Item:
         return Item(name, Spec.of(x), lambda each: on_cpu(x))
 
@@ -98,12 +100,12 @@ def _compressed(name: str, x: CompressedTensor) -> Item:
 def _memory(name: str, value: Tensor) -> object:
     """Check that a tensor can be stored, and return what tied ones have in common."""
     if not isinstance(value, CompressedTensor):
-        return _view_of_memory(check_storable(name, value))
+        return view_of_memory(check_storable(name, value))
     leaves = [check_storable(f"{name}: {path}", leaf) for path, leaf in value.leaves()]
-    return value.dtype, *map(_view_of_memory, leaves)
+    return value.dtype, *map(view_of_memory, leaves)
 
 
-def _view_of_memory(x: Tensor) -> object:
+def view_of_memory(x: Tensor) -> object:
     """Return what two tensors have in common if and only if they are the same memory."""
     if x.numel() == 0:
         return object()

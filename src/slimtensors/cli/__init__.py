@@ -14,12 +14,25 @@ from slimtensors.cli import (
     demo,
     diff,
     inspect,
+    repair,
     restore,
     verify,
 )
 from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
-VERBS = (compress, decompress, convert, inspect, verify, diff, restore, bench, codecs, demo)
+VERBS = (
+    compress,
+    decompress,
+    convert,
+    inspect,
+    verify,
+    repair,
+    diff,
+    restore,
+    bench,
+    codecs,
+    demo,
+)
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 

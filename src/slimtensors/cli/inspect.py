@@ -2,11 +2,15 @@
 
 import argparse
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 from slimtensors.archive import Archive
+from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.cli.card import card
+from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching, read_config
+from slimtensors.spec import Json
 from slimtensors.summary import Stored, Summary, human
 
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item", "bound")
@@ -37,8 +41,10 @@ def add_to(verbs: "console.Verbs") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
+    if is_run(options.source):
+        return _run_folder(options)
     keep = matching(options.only, options.skip)
-    with Archive(options.source) as archive:
+    with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
         kept = archive.select(name for name in archive if keep(name))
         summary = _bounds(kept, options.threads) if options.bound else kept.summary()
@@ -65,6 +71,54 @@ def _rows(summary: Summary, *, with_parts: bool) -> Iterator[tuple[str, ...]]:
         for part, size in tensor.parts.items() if with_parts else ():
             bits = f"{8 * size / tensor.items:.2f}" if tensor.items else ""
             yield (f"  {part}", "", "", "", human(size), "", bits, "")
+
+
+def _run_folder(options: argparse.Namespace) -> int:
+    """Print which checkpoints a run has, and which of them need others."""
+    if options.only or options.skip:
+        raise ConfigError(f"{options.source}: holds checkpoints; name one to choose tensors of it")
+    found = points(options.source)
+    if options.json:
+        console.print_json({"checkpoints": [_point_json(point) for point in found]})
+        return 0
+    layout = console.markdown if options.markdown else console.table
+    print(layout(_RUN_HEAD, [_point_row(point) for point in found], left=4))
+    return 0
+
+
+_RUN_HEAD = ("checkpoint", "kind", "profile", "base", "step", "stored", "age")
+
+
+def _point_row(point: Point) -> tuple[str, ...]:
+    about = point.manifest
+    base = about.base.name if about.base else "-"
+    step = "-" if about.step is None else str(about.step)
+    age = _age(datetime.now(UTC) - datetime.fromisoformat(about.created))
+    return (point.name, about.kind, about.profile, base, step, human(about.bytes), age)
+
+
+def _point_json(point: Point) -> Json:
+    about = point.manifest
+    return {
+        "name": point.name,
+        "id": about.id,
+        "step": about.step,
+        "epoch": about.epoch,
+        "kind": about.kind,
+        "profile": about.profile,
+        "base": about.base.name if about.base else None,
+        "bytes": about.bytes,
+        "created": about.created,
+        "metrics": dict(about.metrics),
+    }
+
+
+def _age(passed: timedelta) -> str:
+    seconds = passed.total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def _row(tensor: Stored) -> tuple[str, ...]:

@@ -4,7 +4,9 @@ import argparse
 import sys
 
 from slimtensors.archive import Archive, verify
+from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.cli import console
+from slimtensors.errors import ConfigError
 from slimtensors.summary import counted
 
 
@@ -27,11 +29,16 @@ def add_to(verbs: "console.Verbs") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
-    with Archive(options.source) as archive:
+    if is_run(options.source):
+        return _run_folder(options)
+    with Archive(state_file(options.source)) as archive:
         total = sum(map(archive.stored_bytes, archive))
     with console.progress(total, "verify") as bar:
         found = verify(
-            options.source, against=options.against, threads=options.threads, progress=bar
+            state_file(options.source),
+            against=options.against,
+            threads=options.threads,
+            progress=bar,
         )
     if options.json:
         console.print_json(found.to_json())
@@ -45,3 +52,26 @@ def run(options: argparse.Namespace) -> int:
     if found.damaged:
         return 3
     return 1 if found.different else 0
+
+
+def _run_folder(options: argparse.Namespace) -> int:
+    """Check all checkpoints of a run."""
+    if options.against:
+        raise ConfigError(f"{options.source}: holds checkpoints; name one to compare it")
+    found = verify_run(options.source, threads=options.threads)
+    if options.json:
+        console.print_json(
+            {
+                "ok": bool(found),
+                "checkpoints": found.checkpoints,
+                "damaged": dict(found.damaged),
+                "incomplete": list(found.incomplete),
+            }
+        )
+    for name, message in found.damaged.items():
+        print(f"slimtensors: {name}: {message}", file=sys.stderr)
+    for name in found.incomplete:
+        print(f"slimtensors: {name}: is incomplete; repair removes it", file=sys.stderr)
+    if not options.json and found:
+        print(f"all {counted(found.checkpoints, 'checkpoint')} whole")
+    return 0 if found else 3

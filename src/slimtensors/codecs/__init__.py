@@ -7,6 +7,7 @@ from slimtensors.codecs.dense import Dense
 from slimtensors.codecs.density import Density
 from slimtensors.codecs.gaps import Gaps
 from slimtensors.codecs.huffman import Huffman
+from slimtensors.codecs.int_blocks import IntBlocks
 from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
@@ -31,6 +32,7 @@ __all__ = [
     "Gaps",
     "Huffman",
     "Int",
+    "IntBlocks",
     "TorchQuantized",
     "as_chunked",
     "find",

@@ -1,0 +1,219 @@
+"""What to store of each tensor of a state: itself, how it differs from a base, or less of it."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimtensors import presets
+from slimtensors.archive.state import Item, State, given
+from slimtensors.checkpoint.entries import (
+    GROUPED,
+    ROOTS,
+    SAME,
+    STEPS,
+    WHOLE,
+    Entry,
+    decoded,
+)
+from slimtensors.checkpoint.precision import in_steps, seed_of, with_bits
+from slimtensors.checkpoint.profiles import Profile
+from slimtensors.checkpoint.reading import StoredState
+from slimtensors.checkpoint.roles import FIRST, SECOND, WEIGHTS, About
+from slimtensors.delta import cost, digest
+from slimtensors.plan import norm, relative_distance
+from slimtensors.residual import grouped, kinds, smallest
+from slimtensors.spec import Each, Json, Spec, as_bytes, on_cpu, serially
+
+_BITS = 7
+"""Bits of the mantissa of what cannot be told in steps."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the tensors of a state are to be stored."""
+
+    tensors: Mapping[str, Tensor]
+    abouts: Mapping[str, About]
+    whole: Mapping[str, Any]
+    profile: Profile
+    allowed: Collection[str]
+    """Names of the tensors that the profile may touch."""
+    base: StoredState | None
+    errors: dict[str, float]
+    """Relative RMS error of each tensor that was rounded; filled as they are written."""
+    kept_exact: dict[str, str]
+    """Tensors that the profile would round and that are not, and why."""
+
+    def state(self, tree: Json | None) -> State:
+        """Return what to write."""
+        plain = given(self.tensors, tree)
+        entries: dict[str, Json] = {}
+
+        def item(name: str) -> Item:
+            spec = Spec.of(self.tensors[name])
+            entries[name] = {}  # in this order, whichever thread is first
+
+            def read(each: Each) -> Tensor | None:
+                entry, r = self._stored(name, each)
+                entries[name] = entry.to_json()
+                return r
+
+            return Item(name, spec, read, always_blob=True)
+
+        return State(
+            [item(item_.name) for item_ in plain.items],
+            tree=tree,
+            delta={"checkpoint": entries, "tied": dict(plain.tied)},
+        )
+
+    def _stored(self, name: str, each: Each) -> tuple[Entry, Tensor | None]:
+        x, about = on_cpu(self.tensors[name]).contiguous(), self.abouts[name]
+        y = self._base_tensor(name, Spec.of(x), each)
+        if y is not None and torch.equal(as_bytes(x), as_bytes(y)):
+            return Entry(SAME, Spec.of(x), base=digest(y)), None
+        if not self._may_round(about, x):
+            return self._exact(about, x, y, each)
+        entry, r, other = self._rounded(about, x, y, each)
+        back = decoded(entry, r, other, each)
+        self.errors[name] = relative_distance(back, x)
+        return entry, r
+
+    def _may_round(self, about: About, x: Tensor) -> bool:
+        profile = self.profile
+        touched = (
+            (WEIGHTS in about.roles and (profile.weight_step or profile.weight_bits))
+            or (FIRST in about.roles and (profile.first_step or profile.first_bits))
+            or (SECOND in about.roles and profile.second_bits)
+        )
+        if not touched or not about.is_matrix or not x.numel() or about.name not in self.allowed:
+            return False
+        if x.dtype not in _FLOATS:
+            self.kept_exact[about.name] = f"{x.dtype} is kept exact"
+            return False
+        if not torch.isfinite(x.abs().amax()):
+            self.kept_exact[about.name] = "holds NaN or infinity and is kept exact"
+            return False
+        return True
+
+    def _exact(self, about: About, x: Tensor, y: Tensor | None, each: Each) -> tuple[Entry, Tensor]:
+        """Store all bits: as a difference, or in the order of the second moment, or as it is."""
+        if FIRST in about.roles:
+            return self._by_second(about, x, Entry(WHOLE, Spec.of(x)))
+        times = self._decay(about) if y is not None and SECOND in about.roles else 1.0
+        return self._difference(about.name, x, y, Entry(WHOLE, Spec.of(x), times=times), each)
+
+    def _difference(
+        self, name: str, x: Tensor, y: Tensor | None, entry: Entry, each: Each
+    ) -> tuple[Entry, Tensor]:
+        """Store `x`, which has the dtype that `entry` says, in the smallest way there is."""
+        if y is None or not any(kinds(Spec.of(x))):
+            return replace(entry, times=1.0), x
+        kind, r = smallest(x, entry.predicted(y), _cost(name), each=each)
+        if kind == "whole":
+            return replace(entry, times=1.0), x
+        return replace(entry, kind=kind, base=digest(y)), r
+
+    def _by_second(self, about: About, x: Tensor, entry: Entry) -> tuple[Entry, Tensor]:
+        """Store a first moment so that those lie together whose second moments are alike."""
+        second = self._second(about)
+        if second is None or x.dtype not in _FLOATS:
+            return entry, x
+        r = grouped(x, second.to(x.dtype).contiguous())
+        if _cost(about.name)(r) >= _cost(about.name)(x):
+            return entry, x
+        return replace(entry, kind=GROUPED, by=about.sibling(SECOND)), r
+
+    def _rounded(
+        self, about: About, x: Tensor, y: Tensor | None, each: Each
+    ) -> tuple[Entry, Tensor, Tensor | None]:
+        """Store less of a tensor; also return what a reader decodes it by."""
+        profile, spec = self.profile, Spec.of(x)
+        if FIRST in about.roles:
+            return self._rounded_first(about, x)
+        if WEIGHTS in about.roles and profile.weight_step:
+            if y is None:
+                entry, r = self._exact(about, x, y, each)
+                return entry, r, y
+            moved = x.float() - y.float()
+            step = profile.weight_step * norm(moved) / moved.numel() ** 0.5
+            q = in_steps(moved, step, None)
+            if q is not None:
+                return Entry(STEPS, spec, base=digest(y), step=step), q, y
+        is_second = SECOND in about.roles
+        bits = (profile.second_bits if is_second else profile.weight_bits) or _BITS
+        seed = self._seed(about) if is_second else None
+        short = with_bits(x, bits, seed)
+        times = self._decay(about) if is_second and y is not None else 1.0
+        entry = Entry(WHOLE, spec, bits=bits, seed=seed, times=times)
+        entry, r = self._difference(about.name, short, y, entry, each)
+        return entry, r, y
+
+    def _rounded_first(self, about: About, x: Tensor) -> tuple[Entry, Tensor, Tensor | None]:
+        second = self._second(about)
+        if self.profile.first_step and second is not None:
+            unit = second.float().sqrt() * self.profile.first_step
+            # Where there is no second moment there is no first one; 0/0 would say otherwise.
+            q = in_steps(x.float(), torch.where(unit > 0, unit, torch.inf), self._seed(about))
+            if q is not None and not x[unit == 0].any():
+                by = about.sibling(SECOND)
+                return Entry(ROOTS, Spec.of(x), by=by, step=self.profile.first_step), q, second
+        bits = self.profile.first_bits or _BITS
+        short = with_bits(x, bits, self._seed(about))
+        entry, r = self._by_second(about, short, Entry(WHOLE, Spec.of(x), bits=bits))
+        return entry, r, second
+
+    def _second(self, about: About) -> Tensor | None:
+        """Return the second moment of the same parameter, as a reader will see it."""
+        name = about.sibling(SECOND)
+        if name not in self.tensors or self.tensors[name].shape != about.spec.shape:
+            return None
+        x, sibling = on_cpu(self.tensors[name]).contiguous(), self.abouts[name]
+        if x.dtype != about.spec.dtype:
+            return None
+        y = self._base_tensor(name, Spec.of(x), serially)
+        is_same = y is not None and torch.equal(as_bytes(x), as_bytes(y))
+        if is_same or not self._may_round(sibling, x):
+            return x
+        return with_bits(x, self.profile.second_bits or _BITS, self._seed(sibling)).to(x.dtype)
+
+    def _seed(self, about: About) -> int:
+        return seed_of(about.name, self.whole.get("step"))
+
+    def _base_tensor(self, name: str, spec: Spec, each: Each) -> Tensor | None:
+        if self.base is None or name not in self.base or self.base.spec(name) != spec:
+            return None
+        return self.base.load(name, each)
+
+    def _decay(self, about: About) -> float:
+        """Return what a second moment has been multiplied by since the base was saved."""
+        now = self.tensors.get(about.sibling("step"))
+        then = self._base_tensor(about.sibling("step"), Spec(torch.float32, ()), serially)
+        beta = _second_beta(self.whole, about.owner)
+        if now is None or then is None or beta is None or now.dim():
+            return 1.0
+        return float(beta ** max(0.0, float(now) - float(then)))
+
+
+def _cost(name: str) -> Callable[[Tensor], float]:
+    return lambda x: cost(name, x, presets.lossless)
+
+
+def _second_beta(whole: Mapping[str, Any], owner: str) -> float | None:
+    """Find the beta2 of a parameter's group, `owner` being as in `optimizer.state.3`."""
+    *path, _, index = owner.split(".")
+    place: Any = whole
+    for key in path:
+        if isinstance(place, list) and key.isdigit() and int(key) < len(place):
+            place = place[int(key)]
+        else:
+            place = place.get(key) if isinstance(place, dict) else None
+    groups = place.get("param_groups") if isinstance(place, dict) else None
+    for group in groups if isinstance(groups, list) else []:
+        betas = group.get("betas")
+        if int(index) in group["params"] and isinstance(betas, tuple | list):
+            return float(betas[1])
+    return None

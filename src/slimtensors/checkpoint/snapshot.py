@@ -1,0 +1,51 @@
+"""Snapshots: a copy of a state, in memory that is used again for the next one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimtensors.archive.state import view_of_memory
+from slimtensors.checkpoint.io import FlatState
+from slimtensors.memory import empty
+from slimtensors.spec import Spec, as_bytes, check_storable, on_cpu
+from slimtensors.tree import flatten
+
+
+class Snapshot:
+    """Memory for one copy of a state, pinned where it comes from a CUDA device."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Any]) -> FlatState:
+        """Copy all tensors of a state; what was taken before is overwritten."""
+        tensors, tree = flatten(state)
+        copies: dict[object, Tensor] = {}
+        taken: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            x = check_storable(name, value).detach()
+            key = view_of_memory(x)
+            if key not in copies:  # what is tied stays tied
+                copies[key] = self._copied(name, x)
+            taken[name] = copies[key]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._held = taken
+        return FlatState(taken, tree, state)
+
+    def _copied(self, name: str, x: Tensor) -> Tensor:
+        if x.is_quantized:
+            return x.cpu().clone()
+        copy = self._held.get(name)
+        if copy is None or Spec.of(copy) != Spec.of(x):
+            copy = _pinned(x) if x.is_cuda else empty(Spec.of(x))
+        if x.is_cuda:
+            return copy.copy_(x, non_blocking=True)
+        as_bytes(copy).copy_(as_bytes(on_cpu(x)))  # as bytes: some dtypes have no copy kernel
+        return copy
+
+
+def _pinned(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -1,0 +1,99 @@
+"""Lightning: checkpoints as differences, none of which is removed while another one needs it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from slimtensors.checkpoint import Point, load_checkpoint, points
+from slimtensors.checkpoint.commit import remove_folder, replace_folder, write_file
+from slimtensors.checkpoint.io import FlatState, save_flat
+from slimtensors.checkpoint.keyframes import next_base, saves_since_keyframe
+from slimtensors.checkpoint.profiles import Profile, find_profile
+from slimtensors.checkpoint.run import needed
+from slimtensors.container import local
+from slimtensors.errors import ConfigError
+
+_UNWANTED = "unwanted"
+"""A file in a checkpoint that was removed but is still needed."""
+
+
+class SlimCheckpointIO(CheckpointIO):
+    """Save each checkpoint as a folder of its own, under the name that Lightning gives it.
+
+        Trainer(plugins=[SlimCheckpointIO(profile="optimizer-bf16")], …)
+
+    A checkpoint that is removed while another one needs it stays until that goes too.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: str | None = "auto",
+        keyframe_every: int = 8,
+        profile: str | Profile = "exact",
+        threads: int | None = None,
+    ) -> None:
+        self._base, self._keyframe_every = base, keyframe_every
+        self._profile, self._threads = find_profile(profile), threads
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; one of the same name is replaced when the new one is complete."""
+        if storage_options is not None:
+            raise ConfigError("SlimCheckpointIO knows no storage_options")
+        target = local(path)
+        fresh = target.with_name(f"{target.name}.new") if target.exists() else target
+        base = self._next_base(target) if target.parent.is_dir() else None
+        save_flat(
+            FlatState.of(checkpoint),
+            fresh,
+            base=base.path if base else None,
+            profile=self._profile,
+            threads=self._threads,
+        )
+        if fresh != target:
+            replace_folder(fresh, target)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; there is never anything in it but tensors and plain values."""
+        state = load_checkpoint(path, threads=self._threads)
+        if map_location is None:
+            return state
+        if not isinstance(map_location, str | torch.device):
+            raise ConfigError(f"map_location must be a device, not {map_location!r}")
+        return dict(tree_map(lambda x: x.to(map_location) if isinstance(x, Tensor) else x, state))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint now, or as soon as none needs it."""
+        target = local(path)
+        if not target.exists():
+            return
+        if not (target / _UNWANTED).exists():
+            write_file(target / _UNWANTED, b"")
+        found = points(target.parent)
+        unwanted = {point.name for point in found if (point.path / _UNWANTED).exists()}
+        keep = needed((point.name for point in found if point.name not in unwanted), found)
+        for point in reversed(found):
+            if point.name not in keep:
+                remove_folder(point.path)
+
+    def _next_base(self, target: Path) -> Point | None:
+        """Choose a base among those whose names stay theirs; `last.ckpt` is replaced each time."""
+        found = [
+            point
+            for point in points(target.parent)
+            if point.path != target
+            and not point.name.startswith("last")
+            and not (point.path / _UNWANTED).exists()
+        ]
+        return next_base(found, self._base, saves_since_keyframe(found), self._keyframe_every)

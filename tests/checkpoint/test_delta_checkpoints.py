@@ -1,0 +1,401 @@
+"""Checkpoints as differences from others, exact and rounded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import bits, same_bits
+from training import Run, built, copied, same_states
+
+import slimtensors
+from slimtensors.checkpoint import (
+    PROFILES,
+    Filter,
+    checkpointing,
+    flatten,
+    load_checkpoint,
+    points,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    verify_run,
+)
+from slimtensors.checkpoint.entries import Entry
+from slimtensors.checkpoint.precision import in_steps, multiples, noise, with_bits
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def states(request):
+    run = Run(dtype=request.param, width=64)
+    found = []
+    for steps in (5, 3, 3):
+        run.train(steps)
+        found.append(copied(built(run, metrics={"loss": 1.0})))
+    return found
+
+
+def test_an_exact_delta_brings_back_every_bit(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    b = save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
+    c = save_checkpoint(states[2], tmp_path / "c", base=tmp_path / "b")  # a chain
+    assert (b.manifest.kind, b.manifest.base.name, b.errors) == ("delta", "a", {})
+    assert same_states(load_checkpoint(tmp_path / "b"), states[1])
+    assert same_states(load_checkpoint(tmp_path / "c"), states[2])
+    assert c.manifest.base.name == "b"
+
+
+def test_what_did_not_change_costs_nothing(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    same = save_checkpoint(states[0], tmp_path / "b", base=tmp_path / "a")
+    assert same.summary.stored_bytes == 0
+    assert same_states(load_checkpoint(tmp_path / "b"), states[0])
+
+
+def test_states_that_are_not_in_the_base_are_stored_whole(tmp_path, states):
+    fresh = built(Run(seed=4, width=64))
+    save_checkpoint(fresh, tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
+    assert same_states(load_checkpoint(tmp_path / "b"), states[1])
+    save_checkpoint({"other": torch.ones(3)}, tmp_path / "c")
+    save_checkpoint(states[1], tmp_path / "d", base=tmp_path / "c")
+    assert same_states(load_checkpoint(tmp_path / "d"), states[1])
+
+
+def test_few_changed_weights_cost_little(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(512, 512).bfloat16()
+    y = torch.where(torch.rand(x.shape) < 0.015, x * 1.01, x)
+    save_checkpoint({"model": {"w": x}}, tmp_path / "a")
+    saved = save_checkpoint({"model": {"w": y}}, tmp_path / "b", base=tmp_path / "a")
+    assert x.nbytes > 30 * saved.summary.stored_bytes
+
+
+def test_a_missing_or_other_base_is_refused_by_name(tmp_path, states):
+    a = save_checkpoint(states[0], tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(MismatchError, match=rf"difference from a \(id {a.manifest.id}\), which is"):
+        load_checkpoint(tmp_path / "b")
+    assert "difference from a" in verify_run(tmp_path).damaged["b"]
+    back = load_checkpoint(tmp_path / "b", base=tmp_path / "elsewhere")
+    assert same_states(back, states[1])
+    save_checkpoint(states[2], tmp_path / "a")
+    with pytest.raises(MismatchError, match=r"the checkpoint at .*a has the id"):
+        load_checkpoint(tmp_path / "b")
+
+
+def test_a_base_whose_tensors_are_others_is_refused_even_under_its_id(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
+    about = json.loads((tmp_path / "a" / "checkpoint.json").read_text())
+    shutil.rmtree(tmp_path / "a")
+    save_checkpoint(states[2], tmp_path / "a")
+    (tmp_path / "a" / "checkpoint.json").write_text(json.dumps(about))
+    with pytest.raises(MismatchError, match="is not the tensor that"):
+        load_checkpoint(tmp_path / "b")
+
+
+def test_a_delta_is_no_model_and_its_base_lies_beside_it(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
+    with pytest.raises(ConfigError, match="difference"):
+        slimtensors.load(tmp_path / "b" / "state.safetensors")
+    with pytest.raises(ConfigError, match="a base is saved beside its deltas"):
+        save_checkpoint(states[1], tmp_path / "deep" / "c", base=tmp_path / "a")
+    with pytest.raises(ConfigError, match="b is a difference from it"):
+        remove_checkpoint(tmp_path / "a")
+    remove_checkpoint(tmp_path / "b")
+    remove_checkpoint(tmp_path / "a")
+    assert points(tmp_path) == []
+
+
+def test_flattening_makes_a_delta_stand_alone(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a", profile="all")
+    want = load_checkpoint(tmp_path / "b")
+    flat = flatten(tmp_path / "b", tmp_path / "c")
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    assert same_states(load_checkpoint(tmp_path / "c"), want)
+    assert (flat.manifest.kind, flat.manifest.profile) == ("full", "all")
+    assert flat.errors
+
+
+@pytest.mark.parametrize("profile", ["optimizer-bf16", "optimizer", "all"])
+@pytest.mark.parametrize("has_base", [True, False])
+def test_profiles_touch_what_they_say_and_tell_the_error(tmp_path, states, profile, has_base):
+    save_checkpoint(states[0], tmp_path / "a")
+    base = tmp_path / "a" if has_base else None
+    saved = save_checkpoint(states[2], tmp_path / "b", base=base, profile=profile)
+    back = load_checkpoint(tmp_path / "b")
+    assert saved.manifest.profile == profile
+    assert json.loads((tmp_path / "b" / "checkpoint.json").read_text())["profile"] == profile
+    before, after = (slimtensors.tree.flatten(s)[0] for s in (states[2], back))
+    assert list(before) == list(after)
+    for name, x in before.items():
+        y = after[name]
+        assert y.dtype == x.dtype
+        if name not in saved.errors:
+            tied = "model.out.weight" if name == "model.out.weight" else None
+            assert tied or same_bits(x, y), name
+            continue
+        assert x.dim() > 1
+        assert profile == "all" or name.startswith("optimizer.")
+        error = float((y.double() - x.double()).norm() / x.double().norm())
+        assert saved.errors[name] == pytest.approx(error, rel=1e-3, abs=1e-9)
+    for name in after:
+        if name.endswith("exp_avg_sq"):
+            assert (after[name] >= 0).all()
+            assert same_bits(after[name] == 0, before[name] == 0)
+    run = Run(dtype=states[2]["model"]["back.weight"].dtype, width=64)
+    restore_checkpoint(back, *run.parts(), dataloader=run.batches)
+    assert all(torch.isfinite(torch.tensor(run.train(3))))
+
+
+def test_rounding_never_adds_up_along_a_chain(tmp_path):
+    run = Run(width=64)
+    run.train(3)
+    save_checkpoint(built(run), tmp_path / "0")
+    errors = []
+    for i in range(1, 7):
+        run.train(1)
+        state = built(run)
+        saved = save_checkpoint(state, tmp_path / str(i), base=tmp_path / str(i - 1), profile="all")
+        errors.append(saved.errors["model.back.weight"])
+    assert max(errors) < 1.5 * errors[0]
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path, states):
+    for name in ("a", "b"):
+        save_checkpoint(states[1], tmp_path / name, profile="optimizer")
+    assert (tmp_path / "a" / "state.safetensors").read_bytes() == (
+        tmp_path / "b" / "state.safetensors"
+    ).read_bytes()
+
+
+def test_filters_limit_a_profile(tmp_path, states):
+    only = Filter(modules=("back",))
+    saved = save_checkpoint(states[0], tmp_path / "a", profile="optimizer-bf16", lossy=only)
+    known = {"optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}
+    assert set(saved.errors) <= known
+    with pytest.raises(ConfigError, match="did you mean 'optimizer-bf16'"):
+        save_checkpoint(states[0], tmp_path / "b", profile="optimizer-fp16")
+    with pytest.raises(ConfigError, match="stands alone"):
+        save_checkpoint(states[0], tmp_path / "b", base=tmp_path / "a", quantize_i8=True)
+
+
+def test_nan_in_a_moment_is_kept_exact_and_told(tmp_path, states):
+    state = copied(states[1])
+    state["optimizer"]["state"][2]["exp_avg"][1, 2] = float("nan")
+    saved = save_checkpoint(state, tmp_path / "a", profile="optimizer")
+    name = "optimizer.state.2.exp_avg"
+    assert saved.kept_exact == {name: "holds NaN or infinity and is kept exact"}
+    back = load_checkpoint(tmp_path / "a")["optimizer"]["state"][2]["exp_avg"]
+    assert same_bits(back, state["optimizer"]["state"][2]["exp_avg"])
+
+
+def test_history_is_the_weights_in_bf16(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    saved = save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a", profile="history")
+    back = load_checkpoint(tmp_path / "b")
+    assert back["optimizer"] is None
+    assert back["step"] == states[1]["step"]
+    for name, x in states[1]["model"].items():
+        want = x.bfloat16().to(x.dtype) if x.dim() > 1 else x
+        assert same_bits(back["model"][name], want)
+    assert saved.manifest.profile == "history"
+
+
+def looped(run, folder, **options):
+    return checkpointing(folder, *run.parts(), dataloader=run.batches, **options)
+
+
+@pytest.fixture
+def _any_size(monkeypatch):
+    """Let deltas of small models be as large as they are."""
+    monkeypatch.setattr("slimtensors.checkpoint.keyframes._TOO_LARGE", 10.0)
+
+
+def kinds(folder):
+    return [(p.name, p.manifest.base.name[-2:] if p.manifest.base else "") for p in points(folder)]
+
+
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize(
+    ("base", "bases"),
+    [
+        ("auto", ["", "01", "01", "", "04", "04", ""]),
+        ("chain", ["", "01", "02", "", "04", "05", ""]),
+        (None, [""] * 7),
+    ],
+)
+def test_keyframes_come_as_often_as_asked(tmp_path, base, bases):
+    run = Run()
+    for part in (4, 3):  # in two runs
+        with looped(run, tmp_path, every=1, base=base, keyframe_every=3) as ckpt:
+            for _ in range(part):
+                run.train(1)
+                ckpt.step()
+    assert [about for _, about in kinds(tmp_path)] == bases
+    assert verify_run(tmp_path)
+    losses = run.train(3)
+    again = Run(seed=9)
+    with looped(again, tmp_path) as ckpt:
+        assert ckpt.start == 7
+    assert again.train(3) == losses
+
+
+def test_a_delta_that_is_too_large_makes_the_next_one_stand_alone(tmp_path):
+    run = Run()
+    with looped(run, tmp_path, every=1) as ckpt:
+        for _ in range(4):
+            run.train(1)
+            ckpt.step()
+    assert [about for _, about in kinds(tmp_path)] == ["", "01", "", "03"]
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_a_base_that_a_kept_delta_needs_stays(tmp_path):
+    run = Run()
+    with looped(run, tmp_path, every=1, keep_last=1, keyframe_every=3) as ckpt:
+        for step in range(1, 6):
+            run.train(1)
+            ckpt.step()
+            ckpt.wait()
+            names = [int(name[-2:]) for name, _ in kinds(tmp_path)]
+            assert names == {1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5]}[step]
+
+
+@pytest.mark.usefixtures("_any_size")
+def test_old_points_become_history(tmp_path):
+    run = Run()
+    with looped(run, tmp_path, every=1, keep_last=1, keyframe_every=3, keep_history=True) as ckpt:
+        for _ in range(7):
+            run.train(1)
+            ckpt.step()
+    found = {p.name: p.manifest for p in points(tmp_path)}
+    assert [name for name, m in found.items() if m.profile == "exact"] == ["step-00000007"]
+    old = [name for name, m in found.items() if m.profile == "history"]
+    assert old == [f"step-{i:08d}-history" for i in range(1, 7)]
+    assert sum(found[name].base is None for name in old) == 1
+    assert verify_run(tmp_path)
+    with looped(Run(), tmp_path) as ckpt:
+        assert ckpt.start == 7
+
+
+def test_bad_ways_to_save_are_told(tmp_path):
+    for options in ({"base": "last"}, {"profile": "history"}, {"keyframe_every": 0}):
+        with pytest.raises(ConfigError):
+            looped(Run(), tmp_path, **options)
+
+
+def damaged(path, change):
+    """Change what a file says of its tensors, with checksums that fit."""
+    from reliability_tools import with_manifest
+
+    file = path / "state.safetensors"
+    file.write_bytes(with_manifest(file.read_bytes(), lambda m: change(m["delta"])))
+
+
+def test_descriptions_that_make_no_sense_are_damage(tmp_path, states):
+    save_checkpoint(states[0], tmp_path / "a")
+    save_checkpoint(states[1], tmp_path / "good", base=tmp_path / "a")
+    first, second = "optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"
+
+    def entry(name, **new):
+        return lambda delta: delta["checkpoint"][name].update(new)
+
+    def roots(by):
+        return {"as": "roots", "dtype": "float32", "shape": [64, 64], "by": by, "step": 0.5}
+
+    for i, change in enumerate(
+        [
+            lambda delta: delta.pop("tied"),
+            lambda delta: delta["tied"].update({"x": "nowhere"}),
+            lambda delta: delta["checkpoint"].update({"new": {"as": "whole"}}),
+            lambda delta: delta["checkpoint"].update({first: roots(first)}),
+            lambda delta: delta["checkpoint"].update({first: roots("nowhere")}),
+            lambda delta: delta["checkpoint"].update({first: roots(second)}),
+            entry(second, bits=99),
+            entry(second, seed=-1),
+            entry(second, shape=[1, 2]),
+            entry(second, times="x"),
+            entry(second, **{"as": "guess"}),
+        ]
+    ):
+        shutil.copytree(tmp_path / "good", tmp_path / str(i))
+        damaged(tmp_path / str(i), change)
+        with pytest.raises(CorruptFileError):
+            load_checkpoint(tmp_path / str(i))
+    about = json.loads((tmp_path / "good" / "checkpoint.json").read_text())
+    about["base"] = {"name": "good", "id": about["id"]}
+    (tmp_path / "good" / "checkpoint.json").write_text(json.dumps(about))
+    with pytest.raises(FormatError, match="difference from itself"):
+        load_checkpoint(tmp_path / "good")
+
+
+def mixed(x):
+    """Return the random number of a place, as a signed integer: the slow twin."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor % 2**32
+    x ^= x >> 16
+    return x - 2**32 if x >= 2**31 else x
+
+
+def test_the_random_numbers_are_always_the_same():
+    assert noise(100, 12345).tolist() == [mixed(12345 + i) for i in range(100)]
+    assert noise(3, 2**31 - 2).tolist() == [mixed(2**31 - 2 + i) for i in range(3)]
+    x = noise(1 << 16, 7).double()
+    assert abs(float(x.mean())) < 2**31 / 100
+    assert x.unique().numel() == 1 << 16
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kept=st.integers(1, 23),
+)
+def test_rounding_goes_to_a_neighbour(seed, dtype, kept):
+    x = bits(seed, 64, dtype, 0.9)
+    x = torch.where(torch.isfinite(x), x, 1.0)
+    x = torch.where(x.abs() < torch.finfo(dtype).max / 4, x, 1.0)
+    for way in (None, seed):
+        y = with_bits(x, kept, way).to(dtype)
+        spacing = torch.maximum(x.abs(), y.abs()).double() * 2.0**-kept
+        tiny = torch.finfo(dtype).smallest_normal
+        assert ((y.double() - x.double()).abs() <= spacing + tiny).all()
+    if kept == 7 and dtype is torch.float32:
+        assert same_bits(with_bits(x, 7, None), x.bfloat16())
+
+
+def test_rounding_at_random_has_no_bias():
+    x = torch.full((1 << 16,), 1.0 + 1 / 50)
+    assert float(with_bits(x, 4, 3).float().mean()) == pytest.approx(1.02, abs=3e-4)
+    q = in_steps(x, 0.5, 3)
+    assert q.dtype is torch.int8
+    assert float(multiples(q, 0.5).mean()) == pytest.approx(1.02, abs=3e-3)
+    assert in_steps(x, 1e-12, None) is None
+
+
+def test_entries_come_back_from_json():
+    data = {
+        "as": "by-exponent",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "times": 0.98,
+        "bits": 5,
+        "seed": 7,
+        "base": "00ff",
+    }
+    assert Entry.from_json(json.loads(json.dumps(data))).to_json() == data
+
+
+def test_every_profile_has_its_name():
+    assert all(profile.name == name for name, profile in PROFILES.items())
+    assert [name for name, profile in PROFILES.items() if profile.is_exact] == ["exact"]

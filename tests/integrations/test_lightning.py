@@ -1,0 +1,113 @@
+"""Lightning with our checkpoints."""
+
+import pytest
+import torch
+from strategies import same_bits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slimtensors.checkpoint import load_checkpoint, points, save_checkpoint, verify_run
+from slimtensors.errors import ConfigError
+from slimtensors.integrations.lightning import SlimCheckpointIO
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def fit(folder, *, epochs=6, resume=None, plugin=None, **options):
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters({"rate": 1e-3})
+            self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 4))
+
+        def training_step(self, batch, index):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    seed_everything(3, verbose=False)
+    data = TensorDataset(torch.randn(32, 32), torch.randint(0, 4, (32,)))
+    model = Model()
+    keep = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=1, **options)
+    trainer = Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        callbacks=[keep],
+        plugins=[plugin or SlimCheckpointIO()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(data, batch_size=8), ckpt_path=resume)
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_training_goes_on_bit_for_bit(tmp_path):
+    whole = fit(tmp_path / "a", save_top_k=-1)
+    fit(tmp_path / "b", epochs=3, save_top_k=-1)
+    resumed = fit(tmp_path / "b", resume=tmp_path / "b" / "epoch=2.ckpt", save_top_k=-1)
+    assert all(same_bits(x, resumed[name]) for name, x in whole.items())
+    assert names(tmp_path / "b") == [f"epoch={i}.ckpt" for i in range(6)]
+    assert any(point.manifest.base for point in points(tmp_path / "b"))
+    assert points(tmp_path / "b")[-1].manifest.step == 24
+    assert verify_run(tmp_path / "b")
+
+
+def test_removing_waits_for_those_that_need_it(tmp_path):
+    fit(tmp_path, save_top_k=1, save_last=True)
+    found = {point.name: point.manifest for point in points(tmp_path)}
+    assert {"epoch=5.ckpt", "last.ckpt"} <= found.keys()
+    bases = {about.base.name for about in found.values() if about.base}
+    assert found.keys() == {"epoch=5.ckpt", "last.ckpt"} | bases
+    assert verify_run(tmp_path)
+    assert load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 24
+
+
+def test_a_base_goes_with_the_last_that_needs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("slimtensors.checkpoint.keyframes._TOO_LARGE", 10.0)
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.randn(64, 64)}, "global_step": 0}
+    for step in range(3):
+        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / f"{step}.ckpt")
+    assert [p.manifest.base and p.manifest.base.name for p in points(tmp_path)] == [
+        None,
+        "0.ckpt",
+        "0.ckpt",
+    ]
+    plugin.remove_checkpoint(tmp_path / "0.ckpt")
+    assert names(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
+    plugin.remove_checkpoint(tmp_path / "1.ckpt")
+    assert names(tmp_path) == ["0.ckpt", "2.ckpt"]
+    plugin.remove_checkpoint(tmp_path / "2.ckpt")
+    assert names(tmp_path) == []
+    plugin.remove_checkpoint(tmp_path / "2.ckpt")  # gone already
+
+
+def test_the_same_name_is_replaced_and_devices_are_devices(tmp_path):
+    plugin = SlimCheckpointIO(base=None)
+    for step in range(2):
+        plugin.save_checkpoint({"global_step": step, "x": torch.ones(2)}, tmp_path / "last.ckpt")
+    back = plugin.load_checkpoint(tmp_path / "last.ckpt", map_location="cpu")
+    assert back["global_step"] == 1
+    assert names(tmp_path) == ["last.ckpt"]
+    with pytest.raises(ConfigError, match="must be a device"):
+        plugin.load_checkpoint(tmp_path / "last.ckpt", map_location={"cuda:0": "cpu"})
+    with pytest.raises(ConfigError, match="storage_options"):
+        plugin.save_checkpoint({}, tmp_path / "x", storage_options=1)
+    save_checkpoint({"x": torch.ones(1)}, tmp_path / "other")
