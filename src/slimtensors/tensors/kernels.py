@@ -98,7 +98,8 @@ def integer_linear(
 ) -> Tensor:
     """Multiply int8 by int8 into int32, then by a scale for each input and one for each row."""
     flat = x.reshape(-1, x.shape[-1])
-    total = torch._int_mm(flat, codes.t())
+    # torch reads past a single column and gives wrong numbers.
+    total = torch._int_mm(flat, codes.t()) if flat.shape[1] > 1 else flat.int() * codes.int().t()
     out = total.float() * x_scale.reshape(-1, 1).float() * scale.reshape(1, -1).float()
     if bias is not None:
         out += bias

@@ -182,10 +182,6 @@ class QuantizedTensor(CompressedTensor):
             return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
         return _decoded(codes, params, self.config.args, shape).to(self.dtype)
 
-    def cast(self, dtype: torch.dtype) -> "QuantizedTensor":
-        """Return the same numbers, rounded to `dtype` whenever they are used."""
-        return self.changed(lambda part: part, dtype)
-
     def describe(self) -> str:
         """Say in a few words how the numbers are held."""
         args = self.config.args
