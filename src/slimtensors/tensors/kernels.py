@@ -3,6 +3,8 @@
 Kernels read codes where they lie, also in the pages of a mapped file, and never pack them anew.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,15 @@ def _multiplied(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs
 
 _KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@cache
+def integers_multiply_exactly() -> bool:
+    """Try whether torch multiplies int8 by int8 without saturating, which needs VNNI on x86."""
+    x = torch.full((16, 64), -128, dtype=torch.int8)
+    x[:, ::3] = 127
+    wanted = (x.double() @ x.double().t()).int()
+    return all(torch.equal(torch._int_mm(x[:n], x.t()), wanted[:n]) for n in (1, 5, 16))
 
 
 def integer_linear(
