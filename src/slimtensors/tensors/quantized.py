@@ -15,7 +15,7 @@ from slimtensors.quantization.formats.format import check_params
 from slimtensors.quantization.fused import Kind
 from slimtensors.spec import Json, Spec
 from slimtensors.tensors.compressed import CompressedTensor
-from slimtensors.tensors.kernels import integer_linear, integers_multiply_exactly, linear_of_codes
+from slimtensors.tensors.kernels import integer_linear, linear_of_codes
 
 _KINDS: dict[torch.dtype, Kind] = {
     torch.int8: "int",
@@ -130,7 +130,7 @@ class QuantizedTensor(CompressedTensor):
         inputs, args = self.config.inputs, self.config.args
         if inputs is not None:
             params = affine.find_dynamic_params(x, inputs)
-            if _is_int8_by_int8(args, inputs) and integers_multiply_exactly():
+            if _is_int8_by_int8(args, inputs):
                 codes = affine.quantize(x, params, inputs)
                 return integer_linear(codes, params.scale, self.plain_codes(), self.scale, bias)
             x = affine.fake_quantize(x, params, inputs)
