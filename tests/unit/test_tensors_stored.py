@@ -162,6 +162,8 @@ def test_parts_of_a_module_make_a_tensor_of_their_numbers(format, args):
     assert torch.allclose(nn.functional.linear(x, held), wanted, rtol=0.02, atol=0.05)
 
 
+X = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
 RUN = """
 import sys, torch, slimtensors
 held = slimtensors.load(sys.argv[1], run_compressed=True)
@@ -176,8 +178,9 @@ def test_another_instruction_set_gives_the_same_results(tmp_path):
     tensors = {name: make(matrix(keep=0.5)) for name, make in KINDS.items()}
     slimtensors.save(tensors, tmp_path / "file")
     results = []
-    for name, ours in (("default", "plain"), ("avx2", "avx2")):
+    for name, ours, onednn in (("default", "plain", "SSE41"), ("avx2", "avx2", "AVX2")):
         env = {**os.environ, "ATEN_CPU_CAPABILITY": name, "SLIMTENSORS_CPU": ours}
+        env["ONEDNN_MAX_CPU_ISA"] = onednn
         if ours == "avx2" and slimtensors._core.cpu() != "avx2":
             pytest.skip("this machine has one instruction set")
         command = [sys.executable, "-c", RUN, str(tmp_path / "file"), str(tmp_path / name)]
@@ -187,3 +190,5 @@ def test_another_instruction_set_gives_the_same_results(tmp_path):
         other, same = results[1][name]
         assert same_bits(numbers, same)
         assert torch.allclose(product, other, rtol=2**-6, atol=0.05), name
+        here = nn.functional.linear(X, tensors[name])
+        assert torch.allclose(product, here, rtol=2**-6, atol=0.05), name

@@ -275,8 +275,9 @@ def load(
 
     A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
 
-    Tensors come back dense, unless `run_compressed`: then matrices that are stored quantized or
-    sparse stay so (`slimtensors.tensors`) and lie in the pages of the file, which must not change.
+    Tensors come back dense, unless `run_compressed`: then matrices that our dialect stores
+    quantized or sparse stay so (`slimtensors.tensors`), in the pages of the file, which must not
+    change.
     """
     with open(path, storage_options=storage_options) as archive:
         tensors = dict(archive.items(device=device, threads=threads, run_compressed=run_compressed))

@@ -108,11 +108,10 @@ def decode_ahead(blocks: Iterable[nn.Module]) -> Sequence[RemovableHandle]:
     pool = ThreadPoolExecutor(1, "slimtensors-ahead")
 
     def starting(following: nn.Module) -> Any:
-        held = [weight for weight in following.parameters() if isinstance(weight, CodedTensor)]
-
         def start(module: nn.Module, given: object) -> None:
-            for weight in held:
-                weight.start(pool)
+            for weight in following.parameters():
+                if isinstance(weight, CodedTensor):
+                    weight.start(pool)
 
         return start
 

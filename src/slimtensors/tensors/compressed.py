@@ -127,7 +127,7 @@ class CompressedTensor(Tensor):
         return type(self)(parts, self.config, Spec(dtype or self.dtype, tuple(self.shape)))
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Return the same numbers as they would be in `dtype`."""
+        """Return the same numbers, rounded to `dtype` when they are used or right away."""
         return self.changed(lambda x: x, dtype)
 
     def _is_traced(self) -> bool:

@@ -3,6 +3,8 @@
 Kernels read codes where they lie, also in the pages of a mapped file, and never pack them anew.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ _ALIGNED = 64
 
 _WORTH_THREADS = 1 << 17
 """Codes per thread that are worth starting one."""
+
+_PIECE = 1 << 18
+"""Codes that are made floats at a time, to stay in a cache."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -98,8 +103,25 @@ def integer_linear(
 ) -> Tensor:
     """Multiply int8 by int8 into int32, then by a scale for each input and one for each row."""
     flat = x.reshape(-1, x.shape[-1])
-    total = torch._int_mm(flat, codes.t())
+    total = _int_product(flat, codes)
     out = total.float() * x_scale.reshape(-1, 1).float() * scale.reshape(1, -1).float()
     if bias is not None:
         out += bias
     return out.to(x_scale.dtype).view(*x.shape[:-1], codes.shape[0])
+
+
+def _int_product(x: Tensor, codes: Tensor) -> Tensor:
+    # torch gets single columns wrong.
+    if x.device.type != "cpu" or (x.shape[1] > 1 and _torch_multiplies_exactly()):
+        return torch._int_mm(x, codes.t())
+    some = torch.split(codes, max(1, _PIECE // x.shape[1]))
+    return torch.cat([x.float() @ piece.float().t() for piece in some], dim=1)
+
+
+@cache
+def _torch_multiplies_exactly() -> bool:
+    """Try whether torch multiplies int8 by int8 without saturating, for which x86 needs VNNI."""
+    x = torch.randint(-128, 128, (16, 64), generator=torch.Generator().manual_seed(0))
+    x[0], x[1] = 127, -128
+    codes, wanted = x.to(torch.int8), (x.double() @ x.double().t()).int()
+    return all(torch.equal(torch._int_mm(codes[:n], codes.t()), wanted[:n]) for n in (1, 5, 16))

@@ -130,7 +130,7 @@ class QuantizedTensor(CompressedTensor):
         inputs, args = self.config.inputs, self.config.args
         if inputs is not None:
             params = affine.find_dynamic_params(x, inputs)
-            if args.dtype is torch.int8 and _one_scale_per_row(args) and _is_int8_token(inputs):
+            if _is_int8_by_int8(args, inputs):
                 codes = affine.quantize(x, params, inputs)
                 return integer_linear(codes, params.scale, self.plain_codes(), self.scale, bias)
             x = affine.fake_quantize(x, params, inputs)
@@ -182,10 +182,6 @@ class QuantizedTensor(CompressedTensor):
             return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
         return _decoded(codes, params, self.config.args, shape).to(self.dtype)
 
-    def cast(self, dtype: torch.dtype) -> "QuantizedTensor":
-        """Return the same numbers, rounded to `dtype` whenever they are used."""
-        return self.changed(lambda part: part, dtype)
-
     def describe(self) -> str:
         """Say in a few words how the numbers are held."""
         args = self.config.args
@@ -210,10 +206,8 @@ def kind_for(args: QuantizationArgs) -> Kind:
     return "packed" if args.dtype is torch.int8 and args.num_bits < 8 else _KINDS[args.dtype]
 
 
-def _one_scale_per_row(args: QuantizationArgs) -> bool:
-    return args.symmetric and args.strategy is QuantizationStrategy.CHANNEL
-
-
-def _is_int8_token(inputs: QuantizationArgs) -> bool:
-    token = inputs.strategy is QuantizationStrategy.TOKEN
-    return token and inputs.symmetric and inputs.dtype is torch.int8 and inputs.num_bits == 8
+def _is_int8_by_int8(args: QuantizationArgs, inputs: QuantizationArgs) -> bool:
+    kinds = args.dtype is inputs.dtype is torch.int8 and args.num_bits == 8
+    by_row = args.strategy is QuantizationStrategy.CHANNEL
+    by_token = inputs.strategy is QuantizationStrategy.TOKEN
+    return kinds and by_row and by_token and args.symmetric and inputs.symmetric
