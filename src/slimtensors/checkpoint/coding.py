@@ -78,9 +78,9 @@ class Coding:
         if not self._may_round(about, x):
             return self._exact(about, x, y, each)
         entry, r, other = self._rounded(about, x, y, each)
-        back = decoded(entry, r, other, each)
-        size = norm(x)
-        self.errors[name] = norm(back - x) / size if size else 0.0
+        error = norm(decoded(entry, r, other, each) - x)
+        if error:
+            self.errors[name] = error / norm(x)
         return entry, r
 
     def _may_round(self, about: About, x: Tensor) -> bool:
