@@ -116,9 +116,13 @@ def relative_error(plan: Plan, x: Tensor) -> float | None:
     if not plan.is_lossy:
         return None
     lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
-    error = decode(encode(Plan(plan.codec, lossy), x)) - x
-    size = norm(x)
-    return norm(error) / size if size else 0.0
+    return error_of(encode(Plan(plan.codec, lossy), x), x)
+
+
+def error_of(encoded: Encoded, x: Tensor, each: Each = serially) -> float:
+    """Return the RMS error of what `x` was encoded to, relative to the RMS of `x`."""
+    error = norm(decode(encoded, each) - x)
+    return error / norm(x) if error else 0.0
 
 
 def norm(x: Tensor) -> float:

@@ -32,10 +32,10 @@ from slimtensors.plan import (
     decode,
     describe,
     encode,
+    error_of,
     max_decoded,
     plan_of,
     rebuild,
-    relative_error,
 )
 from slimtensors.spec import Each, Json, Spec, as_bytes
 
@@ -98,8 +98,9 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
             return Packed([plain_piece(name, x, each)], None)
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
-    error = relative_error(plan, x)
-    chunks = pack(encode(plan, x, each), each, error)
+    encoded = encode(plan, x, each)
+    error = error_of(encoded, x, each) if plan.is_lossy else None
+    chunks = pack(encoded, each, error)
     size = sum(len(chunk) for chunk in chunks)
     return Packed([Piece(name, Spec(torch.uint8, (size,)), chunks, None)], plan, error)
 
