@@ -106,7 +106,8 @@ def compress_folder(
 
         def edit(config: Json, summary: Summary) -> Json:
             before = without_section(config) if was_coded else config
-            label = getattr(preset, "__name__", str(preset))
+            # What a function chose can be kept as it is, and what changes after that, exactly.
+            label = preset if isinstance(preset, str) else "lossless"
             return described(before, summary, found, preset=label, dialect=dialect)
 
         return remake(

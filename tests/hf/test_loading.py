@@ -188,7 +188,8 @@ def test_weights_brought_by_the_caller_are_taken(tmp_path):
 def test_plain_tensors_beside_compressed_ones_load(tmp_path):
     model = vit()
     model.save_pretrained(tmp_path / "dense")
-    compress_folder(tmp_path / "dense", tmp_path / "small", keep=lambda name: "query" in name)
+    keep = {"keep": lambda name: "query" in name}
+    compress_folder(tmp_path / "dense", tmp_path / "small", preset="sparse", **keep)
     kinds = {t.codec for t in slimtensors.inspect(tmp_path / "small").tensors}
     assert kinds == {"plain", "bitmask"}
     assert same_weights(type(model).from_pretrained(tmp_path / "small"), model)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from slimtensors.checkpoint import load_checkpoint
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.GradScaler.*is deprecated"),
@@ -144,3 +146,7 @@ def test_the_script_of_the_readme(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "Reloading..." in out
     assert {"model_10", "model_20"} == {path.name for path in tmp_path.iterdir()}
+    before, after = (load_checkpoint(tmp_path / f"model_{step}") for step in (10, 20))
+    assert (before["step"], after["step"]) == (10, 20)
+    assert len(after["optimizer"]["state"]) == len(after["layout"]["optimizer"])
+    assert after["scheduler"]["last_epoch"] == 40

@@ -78,8 +78,8 @@ class Coding:
         if not self._may_round(about, x):
             return self._exact(about, x, y, each)
         entry, r, other = self._rounded(about, x, y, each)
-        back = decoded(entry, r, other, each)
-        self.errors[name] = relative_distance(back, x)
+        if error := relative_distance(decoded(entry, r, other, each), x):
+            self.errors[name] = error
         return entry, r
 
     def _may_round(self, about: About, x: Tensor) -> bool:

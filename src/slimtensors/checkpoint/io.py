@@ -130,24 +130,21 @@ def save_flat(
     if how.is_model_only:
         state = FlatState.of(_model_only(state))
     if base is None and how.is_exact:
-        content = given(state.tensors, state.tree)
-        return _save(state, path, content, "lossless", files=files, threads=threads)
+        plain = given(state.tensors, state.tree)
+        return _save(state, path, plain, _How(files=files or {}), threads=threads)
     abouts = describe(state.tensors, state.whole)
     allowed = chosen(lossy, abouts) if lossy is not None else set(abouts)
     before = _opened_base(base, path) if base is not None else None
     coding = Coding(state.tensors, abouts, state.whole, how, allowed, before, {}, {})
-    return _save(
-        state,
-        path,
-        coding.state(state.tree),
+    labels = _How(
         "lossless-max",
-        profile=how.name,
+        how.name,
         base=Base(before.folder.name, before.manifest.id) if before else None,
         errors=coding.errors,
         kept_exact=coding.kept_exact,
-        files=files,
-        threads=threads,
+        files=files or {},
     )
+    return _save(state, path, coding.state(state.tree), labels, threads=threads)
 
 
 def load_checkpoint(
@@ -166,63 +163,54 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
     stored = StoredState(local(path))
     about = stored.manifest
     state = FlatState.of(stored.load_state(threads=threads))
-    return _save(
-        state,
-        target,
-        given(state.tensors, state.tree),
-        "lossless",
-        profile=about.profile,
-        errors=about.errors,
-        threads=threads,
-    )
+    labels = _How(profile=about.profile, errors=about.errors)
+    return _save(state, target, given(state.tensors, state.tree), labels, threads=threads)
 
 
 def _save_rounded(state: FlatState, path: StrPath, lossy: Filter, threads: int | None) -> Saved:
     names = chosen(lossy, describe(state.tensors, state.whole))
-    return _save(
-        state,
-        path,
-        given(state.tensors, state.tree),
-        rounding(names),
-        profile="int8",
-        rounded=names,
-        threads=threads,
-    )
+    labels = _How(rounding(names), "int8", rounded=names)
+    return _save(state, path, given(state.tensors, state.tree), labels, threads=threads)
+
+
+@dataclass(frozen=True)
+class _How:
+    """How the tensors of a checkpoint are coded, and what its description says of that."""
+
+    preset: str | Chooser = "lossless"
+    profile: str = "exact"
+    base: Base | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    kept_exact: Mapping[str, str] = field(default_factory=dict)
+    rounded: Collection[str] = ()
+    """Names of tensors that the preset is to round."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def _save(
-    state: FlatState,
-    path: StrPath,
-    content: State,
-    preset: str | Chooser,
-    *,
-    profile: str = "exact",
-    base: Base | None = None,
-    errors: Mapping[str, float] | None = None,
-    kept_exact: Mapping[str, str] | None = None,
-    rounded: Collection[str] = (),
-    files: Mapping[str, bytes] | None = None,
-    threads: int | None = None,
+    state: FlatState, path: StrPath, content: State, how: _How, *, threads: int | None
 ) -> Saved:
     with new_folder(path) as folder:
-        summary = write(content, folder / STATE, preset=preset, dialect="slim", threads=threads)
+        file = folder / STATE
+        summary = write(content, file, preset=how.preset, dialect="slim", threads=threads)
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
         manifest = Manifest(
-            id=content_id(folder / STATE),
+            id=content_id(file),
             step=_number(state.whole, "step", "global_step"),
             epoch=_number(state.whole, "epoch"),
-            profile=profile,
-            bytes=(folder / STATE).stat().st_size,
+            profile=how.profile,
+            bytes=file.stat().st_size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             metrics=_metrics(state.whole),
-            base=base,
-            errors={**measured, **(errors or {})},
+            base=how.base,
+            errors={**measured, **how.errors},
         )
-        for name, raw in (files or {}).items():
+        for name, raw in how.files.items():
             write_file(folder / name, raw)
         write_manifest(folder, manifest)
-    notes = {t.name: t.note for t in summary.tensors if t.name in rounded and t.error is None}
-    return Saved(local(path), manifest, summary, {**notes, **(kept_exact or {})})
+    exact = (t for t in summary.tensors if t.name in how.rounded and t.error is None)
+    kept_exact = {**{t.name: t.note for t in exact}, **how.kept_exact}
+    return Saved(local(path), manifest, summary, kept_exact)
 
 
 def _opened_base(base: StrPath, path: StrPath) -> StoredState:

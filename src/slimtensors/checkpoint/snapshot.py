@@ -12,6 +12,8 @@ from slimtensors.memory import empty
 from slimtensors.spec import Spec, as_bytes, check_storable, on_cpu
 from slimtensors.tree import flatten
 
+_USUAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8}
+
 
 class Snapshot:
     """Memory for one copy of a state, pinned where it comes from a CUDA device."""
@@ -39,9 +41,9 @@ class Snapshot:
         if x.is_quantized:
             return x.cpu().clone()
         copy = self._held.get(name)
-        if copy is None or Spec.of(copy) != Spec.of(x):
+        if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
             copy = _pinned(x) if x.is_cuda else empty(Spec.of(x))
-        if x.is_cuda:
+        if x.is_cuda or x.dtype in _USUAL:
             return copy.copy_(x, non_blocking=True)
         as_bytes(copy).copy_(as_bytes(on_cpu(x)))  # as bytes: some dtypes have no copy kernel
         return copy

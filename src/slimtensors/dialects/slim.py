@@ -35,7 +35,7 @@ from slimtensors.plan import (
     max_decoded,
     plan_of,
     rebuild,
-    relative_error,
+    relative_distance,
     sizes_of,
 )
 from slimtensors.spec import QUANTIZED, Each, Json, Spec, as_bytes, view
@@ -119,8 +119,9 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
             return Packed([plain_piece(name, x, each)], None, parts={"data": x.nbytes})
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
-    error = relative_error(plan, x)
-    return _packed(name, encode(plan, x, each), each, error)
+    stored = encode(plan, x, each)
+    error = relative_distance(decode(stored, each), x) if plan.is_lossy else None
+    return _packed(name, stored, each, error)
 
 
 def encoded(name: str, x: Encoded, each: Each) -> Packed:

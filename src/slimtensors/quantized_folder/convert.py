@@ -13,6 +13,7 @@ from slimtensors.archive.state import Item, State, as_state
 from slimtensors.codecs import Huffman
 from slimtensors.compressor.quantized import is_number, key_of, scheme_of, stored_layers
 from slimtensors.container import Place, StrPath, place
+from slimtensors.dialects import VERSION
 from slimtensors.errors import ConfigError, SlimError
 from slimtensors.folder import (
     compress_folder,
@@ -38,7 +39,7 @@ from slimtensors.quantized_folder.rewrite import (
     quantization_of,
     without_any_section,
 )
-from slimtensors.spec import Each, Json, Spec, serially
+from slimtensors.spec import Each, Json, Spec, dtype_name, serially
 from slimtensors.summary import Summary
 
 Kind = Literal["dense", "slim", "compressed-tensors"]
@@ -104,7 +105,13 @@ class _Quantized:
             return plain
         items = sum(tensor.items for tensor in summary.tensors)
         bits = round(8 * summary.stored_bytes / max(items, 1), 3)
-        section = {"quant_method": "slimtensors", "preset": "coded", "bits_per_weight": bits}
+        section = {
+            "quant_method": "slimtensors",
+            "version": VERSION,
+            "preset": "lossless",
+            "dtype": dtype_name(self.dtype),
+            "bits_per_weight": bits,
+        }
         return with_section(plain, section)
 
     def _item(self, layer: str, suffixes: Sequence[str]) -> Item:

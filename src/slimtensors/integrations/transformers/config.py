@@ -29,8 +29,14 @@ class SlimConfig(QuantizationConfigMixin):
         codecs: dict[str, int] | None = None,
         bits_per_weight: float | None = None,
         before: Json | None = None,
+        delta: Json | None = None,
         **unknown: Any,
     ) -> None:
+        if delta is not None:
+            raise ConfigError(
+                f"holds a difference from {delta.get('base')!r}, not a model; restore it first:"
+                " slimtensors restore DELTA --base BASE -o MODEL"
+            )
         if version > VERSION:
             raise UnsupportedVersionError(
                 f"config.json: quantization_config: written in format version {version}, this"

@@ -140,16 +140,17 @@ class SavePretrained:
             raise ConfigError(f"{folder}: is a file, not a folder")
         given = self._model.state_dict() if state_dict is None else dict(state_dict)
         items = weights.items(self._model, given, save_original_format=save_original_format)
+        found: dict[str, Sparsity] = {}
+        items = [_measured(item, found) for item in items]
         if preset == self._origin.preset:
             items = unchanged(items, self._origin.files)
-        found: dict[str, Sparsity] = {}
         folder.mkdir(parents=True, exist_ok=True)
         # All but the weights goes to a place of its own first: transformers would remove the
         # shards of an older model, which must stay until the new ones are complete.
         with TemporaryDirectory(prefix=".", dir=folder) as others:
             self._as_ever(Path(others), state_dict={}, **options)
             summary = write(
-                State([_measured(item, found) for item in items]),
+                State(items),
                 folder,
                 preset=preset,
                 dialect="slim",
