@@ -59,7 +59,7 @@ def lossless(name: str, x: Tensor) -> Choice:
 
 
 def lossless_max(name: str, x: Tensor) -> Choice:
-    """Do what `lossless` does in as few bits as we know how, at a third of its speed. Lossless."""
+    """Do what `lossless` does in as few bits as we know how, but not as fast. Lossless."""
     return _coded(x, "max")
 
 
