@@ -28,6 +28,7 @@ from scipy import sparse
 import slimtensors
 from slimtensors.codecs import Bitmask, Density, Gaps, Huffman
 from slimtensors.plan import Plan, chain, decode, encode
+from slimtensors.presets import lossless_max
 from slimtensors.sparsity import count_zeros, mask_plan
 
 LAYER = {
@@ -147,6 +148,8 @@ def file_ways(encoder, folder):
 
 def ours(encoder, path, effort):
     def choose(name, x):
+        if effort == "max":
+            return lossless_max(name, x)
         if x.dim() == 1:
             return Plan(Huffman())
         zeros = count_zeros(x)

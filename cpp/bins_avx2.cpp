@@ -88,15 +88,17 @@ std::size_t decode_groups(const std::uint32_t* slots, const std::uint8_t* contex
         state[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states + v * bins_lanes));
     std::size_t i = 0;
     for (; i + lanes <= count && end - words >= margin; i += lanes) {
-        __m256i slot[vectors];
-#pragma GCC unroll 8
-        for (std::size_t v = 0; v < vectors; ++v)
-            slot[v] = decode_eight(slots, contexts + i + v * bins_lanes, state[v], words);
         if constexpr (vectors == 1)
-            store_eight(slot[0], symbols + i);
+            store_eight(decode_eight(slots, contexts + i, state[0], words), symbols + i);
         else
 #pragma GCC unroll 2
-            for (std::size_t v = 0; v < vectors; v += 4) store_four(slot + v, symbols + i + v * bins_lanes);
+            for (std::size_t v = 0; v < vectors; v += 4) {  // more would not stay in registers
+                __m256i slot[4];
+#pragma GCC unroll 4
+                for (std::size_t k = 0; k < 4; ++k)
+                    slot[k] = decode_eight(slots, contexts + i + (v + k) * bins_lanes, state[v + k], words);
+                store_four(slot, symbols + i + v * bins_lanes);
+            }
     }
     for (std::size_t v = 0; v < vectors; ++v)
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(states + v * bins_lanes), state[v]);
@@ -128,18 +130,29 @@ inline __m256i undropped(__m256i value, unsigned drop) {
     return drops ? _mm256_sll_epi32(value, by) : value;
 }
 
+// What `low` says of eight symbols.
+inline __m256i low_of(const RawBins& bins, const std::uint8_t* symbols) {
+    const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
+    return _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
+}
+
 // Where eight items of two bytes find their raw bits, if none has more than 13: all in one load of 16 bytes.
 struct RawWindow {
     const std::uint8_t* bytes;
     __m256i bit;  // of the first byte, in all lanes
-};
-constexpr unsigned most_in_window = 13;
 
+    explicit RawWindow(const RawReader& raw)
+        : bytes(raw.bytes + raw.bit / 8), bit(_mm256_set1_epi32(static_cast<int>(raw.bit % 8))) {}
+    std::size_t bit_from(const std::uint8_t* start) const {
+        return static_cast<std::size_t>(bytes - start) * 8 + static_cast<unsigned>(_mm256_cvtsi256_si32(bit));
+    }
+};
+constexpr int most_in_window = 13;
+
+// Where in their bins eight items are.
 template <bool drops_before_sign, bool drops>
-inline __m256i eight_numbers(const RawBins& bins, const std::uint8_t* symbols, RawWindow& raw) {
-    const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
-    const __m256i both = _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
-    const __m256i bits = _mm256_srli_epi32(both, 16);
+inline __m256i eight_places(__m256i low, unsigned drop, RawWindow& raw) {
+    const __m256i bits = _mm256_srli_epi32(low, 16);
     // How many bits the items up to each one have.
     __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));
     upto = _mm256_add_epi32(upto, _mm256_slli_si256(upto, 8));
@@ -156,21 +169,37 @@ inline __m256i eight_numbers(const RawBins& bins, const std::uint8_t* symbols, R
     const __m256i end = _mm256_add_epi32(_mm256_permutevar8x32_epi32(upto, seven), raw.bit);
     raw.bit = _mm256_and_si256(end, seven);
     raw.bytes += static_cast<unsigned>(_mm256_cvtsi256_si32(end)) / 8;
-    value = undropped<drops_before_sign, drops>(value, bins.drop);
-    return _mm256_add_epi32(_mm256_and_si256(both, _mm256_set1_epi32(0xffff)), value);
+    return undropped<drops_before_sign, drops>(value, drop);
+}
+
+// Two vectors of numbers below 2^16 as one, in order.
+inline __m256i narrowed(__m256i first, __m256i second) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0b11011000);
 }
 
 template <Mapping mapping, bool drops>
 std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size_t count, RawReader& reader,
                      std::uint8_t* items) {
     constexpr bool before_sign = drops && mapping == Mapping::sign_last;
-    RawWindow raw{reader.bytes + reader.bit / 8, _mm256_set1_epi32(static_cast<int>(reader.bit % 8))};
+    const __m256i widest = _mm256_set1_epi32(((most_in_window + 1) << 16) - 1);
+    const __m256i low_half = _mm256_set1_epi32(0xffff);
     const std::uint8_t* const end = reader.bytes + reader.bits / 8;
+    RawWindow raw(reader);
     std::size_t i = 0;
-    for (; i + 16 <= count && end - raw.bytes >= 32; i += 16) {
-        const __m256i first = eight_numbers<before_sign, drops>(bins, symbols + i, raw);
-        const __m256i second = eight_numbers<before_sign, drops>(bins, symbols + i + 8, raw);
-        __m256i item = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0b11011000);
+    for (; i + 16 <= count && end - raw.bytes >= 40; i += 16) {
+        const __m256i low[2] = {low_of(bins, symbols + i), low_of(bins, symbols + i + 8)};
+        const __m256i wide = _mm256_cmpgt_epi32(_mm256_max_epi32(low[0], low[1]), widest);
+        if (!_mm256_testz_si256(wide, wide)) [[unlikely]] {
+            reader.bit = raw.bit_from(reader.bytes);
+            BinsLoops<Avx2>::template items_as<std::uint16_t, mapping, drops>(bins, symbols + i, 16, reader,
+                                                                              items + 2 * i);
+            raw = RawWindow(reader);
+            continue;
+        }
+        const __m256i first = eight_places<before_sign, drops>(low[0], bins.drop, raw);
+        const __m256i second = eight_places<before_sign, drops>(low[1], bins.drop, raw);
+        __m256i item = narrowed(_mm256_add_epi32(first, _mm256_and_si256(low[0], low_half)),
+                                _mm256_add_epi32(second, _mm256_and_si256(low[1], low_half)));
         if constexpr (mapping == Mapping::sign_last)
             item = _mm256_or_si256(_mm256_srli_epi16(item, 1), _mm256_slli_epi16(item, 15));
         if constexpr (mapping == Mapping::zigzag)
@@ -178,12 +207,11 @@ std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size
                                     _mm256_srai_epi16(_mm256_slli_epi16(item, 15), 15));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(items + 2 * i), item);
     }
-    reader.bit = static_cast<std::size_t>(raw.bytes - reader.bytes) * 8 +
-                 static_cast<unsigned>(_mm256_cvtsi256_si32(raw.bit));
+    reader.bit = raw.bit_from(reader.bytes);
     return i;
 }
 
-constexpr unsigned most_in_half = 25;  // four items, each within 32 bits from the byte on where it begins
+constexpr int most_in_half = 25;  // four items, each within 32 bits from the byte on where it begins
 
 template <Mapping mapping, bool drops>
 std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size_t count, RawReader& reader,
@@ -192,13 +220,19 @@ std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size
     const __m256i one = _mm256_set1_epi32(1), seven = _mm256_set1_epi32(7);
     RawReader raw = reader;
     std::size_t i = 0;
-    for (; i + 8 <= count && raw.bits >= raw.bit + 8 * most_in_half; i += 8) {
+    for (; i + 8 <= count && raw.bits >= raw.bit + 8 * 32; i += 8) {
         const __m256i index =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols + i)));
         const __m256i low = _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
         const __m256i bits =
             _mm256_and_si256(_mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.bits.data()), index, 1),
                              _mm256_set1_epi32(255));
+        const __m256i wide = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(most_in_half));
+        if (!_mm256_testz_si256(wide, wide)) [[unlikely]] {
+            BinsLoops<Avx2>::template items_as<std::uint32_t, mapping, drops>(bins, symbols + i, 8, raw,
+                                                                              items + 4 * i);
+            continue;
+        }
         __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));  // in its half
         upto = _mm256_add_epi32(upto, _mm256_slli_si256(upto, 8));
         const std::size_t middle = raw.bit + static_cast<unsigned>(_mm256_extract_epi32(upto, 3));
@@ -245,9 +279,9 @@ struct Quads {
 std::size_t make_items(const RawBins& bins, Mapping mapping, std::size_t itemsize,
                        const std::uint8_t* symbols, std::size_t count, RawReader& raw, std::uint8_t* items) {
     std::size_t done = 0;
-    if (itemsize == 2 && bins.most <= most_in_window)
+    if (itemsize == 2)
         done = choose<Pairs>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
-    else if (itemsize == 4 && bins.most <= most_in_half)
+    else if (itemsize == 4)
         done = choose<Quads>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
     return done + BinsLoops<Avx2>::items(bins, mapping, itemsize, symbols + done, count - done, raw,
                                          items + done * itemsize);

@@ -20,15 +20,15 @@ constexpr std::size_t sample = std::size_t{1} << 19;
 
 double n_log_n(double n) { return n > 0 ? n * std::log2(n) : 0; }
 
-using Counts = std::vector<std::uint32_t>;
+using Counts = std::vector<std::uint64_t>;
 
 // What symbols that occur so often take, with their frequencies.
 double bits_of(const Counts& counts) {
     double total = 0, bits = 0;
-    for (const std::uint32_t n : counts)
+    for (const std::uint64_t n : counts)
         if (n != 0) {
-            total += n;
-            bits += code_bits - n_log_n(n);
+            total += static_cast<double>(n);
+            bits += code_bits - n_log_n(static_cast<double>(n));
         }
     return bits + n_log_n(total);
 }
@@ -83,8 +83,8 @@ class Halving {
   public:
     Halving(const Cells& cells, std::span<const Counts> counts, double dear) : cells_(cells), dear_(dear) {
         for (const Counts& one : counts) {
-            upto_.emplace_back(1, 0u);
-            for (const std::uint32_t n : one) upto_.back().push_back(upto_.back().back() + n);
+            upto_.emplace_back(1);
+            for (const std::uint64_t n : one) upto_.back().push_back(upto_.back().back() + n);
         }
     }
 
@@ -109,8 +109,9 @@ class Halving {
     double bits_as(const Bin& bin) const {
         const std::size_t begin = cells_.of(bin.lower), end = cells_.of(last_of(bin)) + 1;
         double bits = 0;
-        for (const std::vector<std::uint32_t>& upto : upto_) {
-            const double n = upto[end] - upto[begin], total = upto.back();
+        for (const Counts& upto : upto_) {
+            const auto n = static_cast<double>(upto[end] - upto[begin]);
+            const auto total = static_cast<double>(upto.back());
             if (n == 0) continue;
             const double least = total / frequency_unit;  // what the rarest symbol counts as
             bits += dear_ + n * (bin.bits + std::log2(total / std::max(n, least)));
@@ -121,7 +122,7 @@ class Halving {
 
     const Cells& cells_;
     double dear_;
-    std::vector<std::vector<std::uint32_t>> upto_;
+    std::vector<Counts> upto_;
 };
 
 template <class Word>
@@ -169,7 +170,7 @@ class Fit {
         const std::size_t half = counts.size() / 2;
         double apart = 0, together = 0;
         for (std::size_t c = 0; c < half; ++c) {
-            const double a = counts[c], b = counts[half + c];
+            const auto a = static_cast<double>(counts[c]), b = static_cast<double>(counts[half + c]);
             apart += 8 * code_bits * ((a > 0) + (b > 0)) - n_log_n(a) - n_log_n(b);
             together += 8 * code_bits * (a + b > 0) - n_log_n(a + b) + a + b;
         }
@@ -184,7 +185,7 @@ class Fit {
         const bool has_rows = !labels.rows.empty();
         const std::size_t width = has_rows ? labels.columns.size() : count_;
         const std::size_t rows = has_rows ? labels.rows.size() : 1;
-        std::array<std::uint32_t*, scale_labels> of_column;
+        std::array<std::uint64_t*, scale_labels> of_column;
         for (std::size_t r = 0; r < rows; r += stride) {
             const std::size_t label = has_rows ? labels.rows[r] % scale_labels : 0;
             for (std::size_t c = 0; c < scale_labels; ++c) of_column[c] = counts[group_of(label + c)].data();
@@ -265,11 +266,11 @@ class Fit {
     void add_table(const Cells& cells, const Counts& counts) {
         Counts of_bins;
         for (const Bin& bin : model_.bins) {
-            std::uint32_t n = 0;
+            std::uint64_t n = 0;
             for (std::size_t c = cells.of(bin.lower); c <= cells.of(last_of(bin)); ++c) n += counts[c];
             of_bins.push_back(n);
         }
-        if (std::ranges::all_of(of_bins, [](std::uint32_t n) { return n == 0; })) of_bins[0] = 1;
+        if (std::ranges::all_of(of_bins, [](std::uint64_t n) { return n == 0; })) of_bins[0] = 1;
         model_.tables.push_back(frequency_codes(of_bins));
     }
 

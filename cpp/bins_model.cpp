@@ -135,16 +135,16 @@ constexpr std::size_t column_states = bins_lanes * sizeof(std::uint32_t);
 
 }  // namespace
 
-Codes frequency_codes(std::span<const std::uint32_t> counts) {
+Codes frequency_codes(std::span<const std::uint64_t> counts) {
     double total = 0;
-    for (const std::uint32_t n : counts) total += n;
+    for (const std::uint64_t n : counts) total += static_cast<double>(n);
     const std::size_t most = static_cast<std::size_t>(std::ranges::max_element(counts) - counts.begin());
     Codes codes(counts.size());
     // Rare symbols get more than their share, so that the others may have to take less than theirs.
     for (double unit = frequency_unit;; unit *= 0.98) {
         std::uint32_t others = 0;
         for (std::size_t i = 0; i < counts.size(); ++i) {
-            const double share = counts[i] / total * unit;
+            const double share = static_cast<double>(counts[i]) / total * unit;
             unsigned code = counts[i] == 0 ? 0 : 1;
             while (code != 0 && code < highest_code &&
                    share * share > 1.0 * frequency_of(code) * frequency_of(code + 1))
@@ -152,7 +152,7 @@ Codes frequency_codes(std::span<const std::uint32_t> counts) {
             codes[i] = static_cast<std::uint8_t>(code);
             if (i != most) others += frequency_of(code);
         }
-        const double share = counts[most] / total * unit;
+        const double share = static_cast<double>(counts[most]) / total * unit;
         if (others < frequency_unit && frequency_unit - others >= 0.97 * share) return codes;
     }
 }
@@ -187,7 +187,7 @@ std::vector<std::uint8_t> pack_bins_model(const BinsModel& model) {
     for (std::size_t t = 0; t < model.tables.size(); ++t)
         put_codes(bits, model.tables[t], {model.bins, t == 0 ? nullptr : &model.tables[t - 1]});
     if (model.width != 0) {
-        std::array<std::uint32_t, scale_labels> counts{};
+        std::array<std::uint64_t, scale_labels> counts{};
         for (const std::uint8_t label : model.columns) ++counts[label];
         const Codes codes = frequency_codes(counts);
         put_codes(bits, codes, {{}, nullptr});

@@ -57,7 +57,7 @@ static_assert(frequency_of(highest_code) == frequency_unit);
 
 // Nearest codes for counts; the most frequent symbol takes what the others leave. Counts must not be all
 // zero.
-Codes frequency_codes(std::span<const std::uint32_t> counts);
+Codes frequency_codes(std::span<const std::uint64_t> counts);
 // Throws std::invalid_argument if they leave nothing.
 Frequencies frequencies_from(std::span<const std::uint8_t> codes);
 

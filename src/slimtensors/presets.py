@@ -34,9 +34,7 @@ def dense(name: str, x: Tensor) -> Choice:
 def sparse(name: str, x: Tensor) -> Choice:
     """Store nonzero values and their positions, wherever that is smaller. Lossless."""
     zeros = count_zeros(x)
-    as_mask = _bits(zeros, x)
-    as_24 = x.numel() * (x.element_size() * 4 + 2 / 3)
-    if as_24 < as_mask and 2 * zeros.zero >= zeros.items and is_24(x):
+    if _is_24(x, zeros):
         return Choice(Plan(Bitmask24()))
     return _masked(x, zeros)
 
@@ -59,7 +57,7 @@ def lossless(name: str, x: Tensor) -> Choice:
 
 
 def lossless_max(name: str, x: Tensor) -> Choice:
-    """Do what `lossless` does in as few bits as we know how, at a third of its speed. Lossless."""
+    """Do what `lossless` does in as few bits as we know how, but not as fast. Lossless."""
     return _coded(x, "max")
 
 
@@ -99,6 +97,8 @@ def _coded(x: Tensor, effort: Effort) -> Choice:
     if zeros.zero < many * zeros.items:
         codec = _smallest(x) if effort == "max" else Huffman()
         return Choice(Plan(codec), _negative_zeros(zeros))
+    if _is_24(x, zeros):
+        return Choice(Plan(Bitmask24(), {"values": Plan(Huffman())}), _negative_zeros(zeros))
     values = _smallest(Bitmask().encode(x)["values"]) if effort == "max" else Huffman()
     mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
     plan = Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(values)})
@@ -167,6 +167,12 @@ def _negative_zeros(zeros: Zeros) -> str:
     if zeros.negative <= zeros.items // 100:
         return ""
     return f"{zeros.negative} items are -0.0 and kept as values; x + 0.0 would free them"
+
+
+def _is_24(x: Tensor, zeros: Zeros) -> bool:
+    """Tell whether a tensor is 2:4, and better stored so than with a mask for fewer values."""
+    as_24 = x.numel() * (x.element_size() * 4 + 2 / 3)
+    return as_24 < _bits(zeros, x) and 2 * zeros.zero >= zeros.items and is_24(x)
 
 
 def _bits(zeros: Zeros, x: Tensor) -> int:

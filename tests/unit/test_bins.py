@@ -349,8 +349,14 @@ def test_streams_that_do_not_fit_are_refused():
     for bad in [stream[:-1], more, stream[:20], stream[:0], stream.view(torch.int8), stream[None]]:
         with pytest.raises(CorruptFileError):
             Bins().decode({"stream": bad}, spec)
-    with pytest.raises(CorruptFileError):
-        Bins().decode({"stream": stream}, Spec(torch.float32, (1 << 57,)))
+    for shape in [(1 << 57,), (0,)]:
+        with pytest.raises(CorruptFileError):
+            Bins().decode({"stream": stream}, Spec(torch.float32, shape))
+    for short in [b"", b"\1\0\0\0"]:
+        with pytest.raises(CorruptFileError):
+            Bins().decode(
+                {"stream": torch.tensor(list(short), dtype=torch.uint8)}, Spec(x.dtype, (0,))
+            )
     with pytest.raises(CorruptFileError):
         Bins().decode({"stream": stream}, Spec(torch.float64, (150, 1000)))
 

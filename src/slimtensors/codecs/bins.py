@@ -85,10 +85,9 @@ class Bins:
         stream = _Stream.of(parts, like)
         groups = _groups(stream.chunks)
         places = stream.places(groups)
-        if places and places[-1].stop != stream.data.numel():
-            raise CorruptFileError(
-                f"{stream.data.numel()} bytes of data, but chunks of {places[-1].stop}"
-            )
+        size = places[-1].stop if places else 0
+        if size != stream.data.numel():
+            raise CorruptFileError(f"{stream.data.numel()} bytes of data, but chunks of {size}")
         out = empty(like)
         items = as_bytes(out)
 
@@ -177,7 +176,7 @@ class _Stream:
             raise CorruptFileError(f"{stream.numel()} bytes are too few for {chunks} chunks")
         (size,) = _HEAD.unpack(bytes(stream[: _HEAD.size].numpy()))
         model, rest = stream[_HEAD.size :][:size], stream[_HEAD.size + size :]
-        if rest.numel() < _ROW * chunks:
+        if model.numel() != size or rest.numel() < _ROW * chunks:
             raise CorruptFileError(f"a stream of {stream.numel()} bytes with a model of {size}")
         return cls(kind.size, model, rest[: _ROW * chunks], rest[_ROW * chunks :])
 

@@ -55,6 +55,7 @@ class Gaps:
         counts = _counts(parts, -(-like.nbytes // _CHUNK))
         if tokens.dtype is not torch.uint8 or tokens.dim() != 1 or sum(counts) != tokens.numel():
             raise CorruptFileError(f"{tokens.numel()} gap tokens, but {sum(counts)} are announced")
+        tokens = as_bytes(tokens)
         offsets = list(pairwise(accumulate(counts, initial=0)))
         out = empty(like)
         mask = as_bytes(out)
