@@ -1,8 +1,10 @@
 """Deltas: a model stored as its difference from another one, exactly."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from slimtensors import presets
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
-from slimtensors.container import StrPath, is_inside
+from slimtensors.container import StrPath, is_inside, local
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.plan import Plan, encode
 from slimtensors.presets import Choice, Chooser
@@ -37,9 +39,12 @@ def diff(
     """Write what `new` has that `base` has not. Lossless; `restore` needs the very same base.
 
     Tensors that are equal cost nothing, others are stored as differences where that is smaller.
+    A preset that rounds is refused.
     """
-    choose = presets.find(preset)
-    state = changes(opened(new, storage_options), opened(base, storage_options), choose)
+    choose = _exact(presets.find(preset))
+    after, before = opened(new, storage_options), opened(base, storage_options)
+    check_keeps(before, target)
+    state = changes(after, before, choose)
     return write(state, target, preset=choose, dialect="slim", threads=threads, progress=progress)
 
 
@@ -73,6 +78,15 @@ def opened(archive: StrPath | Archive, storage_options: dict[str, Any] | None = 
     return Archive(archive, storage_options=storage_options)
 
 
+def check_keeps(base: Archive, target: StrPath) -> None:
+    """Raise if `target` would take the place of the base, which its delta needs."""
+    written, where = (Path(os.path.realpath(path)) for path in (local(target), base.path))
+    folder = where if where.is_dir() else where.parent
+    files = [folder / file for file in base.shards()]
+    if any(written in (file, *file.parents) for file in files):
+        raise ConfigError(f"{target}: holds the base, without which its delta is worth nothing")
+
+
 def changes(
     new: Archive, base: Archive, choose: Chooser, *, files: Mapping[str, Any] | None = None
 ) -> State:
@@ -80,6 +94,8 @@ def changes(
 
     `files` describes in which files `new` lies, as `Changed` has it.
     """
+    new.check_whole()
+    base.check_whole()
     tied = new.tied()
     how: dict[str, list[str]] = {}
 
@@ -155,6 +171,7 @@ class Changed:
 def restored(delta: Archive, base: Archive) -> State:
     """Return the model that a delta and its base stand for, to be written or loaded."""
     changed = Changed.of(delta)
+    base.check_whole()
 
     def item(name: str, entry: list[str]) -> Item:
         if entry == ["whole"]:
@@ -202,9 +219,25 @@ def cost(name: str, x: Tensor, choose: Chooser) -> float:
     return coded * flat.numel() / sum(piece.numel() for piece in pieces)
 
 
+def _exact(choose: Chooser) -> Chooser:
+    """Return a rule that raises where `choose` would round."""
+
+    def chosen(name: str, x: Tensor) -> Choice | Plan | None:
+        choice = choose(name, x)
+        plan = _plan(choice)
+        if plan is not None and plan.is_lossy:
+            raise ConfigError(f"{name}: would be rounded; a delta needs a lossless preset")
+        return choice
+
+    return chosen
+
+
+def _plan(choice: Choice | Plan | None) -> Plan | None:
+    return choice.plan if isinstance(choice, Choice) else choice
+
+
 def _coded_bytes(name: str, x: Tensor, choose: Chooser) -> int:
-    choice = choose(name, x)
-    plan = choice.plan if isinstance(choice, Choice) else choice
+    plan = _plan(choose(name, x))
     if plan is None:
         return x.nbytes
     return min(sum(leaf.nbytes for _, leaf in encode(plan, x).leaves()), x.nbytes)

@@ -10,7 +10,7 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.state import State
 from slimtensors.archive.write import write
 from slimtensors.container import DELTA, SINGLE, Place, StrPath, place, weight_files, write_index
-from slimtensors.delta import Changed, changes, opened, restored
+from slimtensors.delta import Changed, changes, check_keeps, opened, restored
 from slimtensors.folder import is_coded, remake, with_section, without_section
 from slimtensors.spec import Json
 from slimtensors.summary import Summary, joined
@@ -33,6 +33,7 @@ def diff_folder(
     """
     where = place(new, storage_options=storage_options)
     after, before = opened(new, storage_options), opened(base, storage_options)
+    check_keeps(before, target)
     was_coded = is_coded(after)
     state = changes(after, before, presets.lossless, files=_files(after, where))
 

@@ -117,6 +117,36 @@ def test_a_delta_does_not_pass_for_a_model(models):
         restore(folder / "new.safetensors", folder / "base.safetensors", folder / "back")
 
 
+def test_a_delta_of_a_delta_is_refused(models):
+    _, _, folder = models
+    new, base, delta = folder / "new.safetensors", folder / "base.safetensors", folder / "delta"
+    diff(new, base, delta)
+    for work, first, second in ((diff, delta, base), (diff, new, delta), (restore, delta, delta)):
+        with pytest.raises(ConfigError, match="delta: is a difference from another model"):
+            work(first, second, folder / "out")
+    assert not (folder / "out").exists()
+
+
+def test_a_delta_never_takes_the_place_of_its_base(models):
+    base, _, folder = models
+    old = write_folder(folder / "old", table=base)
+    tuned = write_folder(folder / "tuned", table=finetuned(base))
+    for target in (old, old / "model.safetensors"):
+        with pytest.raises(ConfigError, match="holds the base"):
+            diff(tuned, old, target)
+    with pytest.raises(ConfigError, match="holds the base"):
+        diff_folder(tuned, old / "model.safetensors", old, replace=True)
+    assert (old / "model.safetensors").is_file()
+
+
+def test_a_delta_is_not_rounded(tmp_path):
+    slimtensors.save({"x": torch.randn(64, 64)}, tmp_path / "new")
+    slimtensors.save({"y": torch.randn(64, 64)}, tmp_path / "base")
+    with pytest.raises(ConfigError, match="x: would be rounded"):
+        diff(tmp_path / "new", tmp_path / "base", tmp_path / "delta", preset="extreme")
+    assert not (tmp_path / "delta").exists()
+
+
 def test_an_unrelated_base_costs_no_more_than_none(tmp_path):
     torch.manual_seed(0)
     for name in ("a", "b"):
