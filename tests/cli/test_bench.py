@@ -98,6 +98,11 @@ def test_a_peer_that_loses_bits_or_fails_is_told_of(source, capsys, monkeypatch)
     assert "no such luck" in found["fails"]
 
 
+def test_no_threads_are_too_few(source, capsys):
+    assert main(["bench", source, "--threads", "0"]) == 2
+    assert "threads must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_a_delta_or_an_empty_file_is_refused(source, tmp_path, capsys):
     slimtensors.diff(source, source, tmp_path / "delta")
     slimtensors.save({"none": torch.empty(0)}, tmp_path / "empty")

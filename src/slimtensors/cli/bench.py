@@ -69,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     if not used:
         raise ConfigError(f"{options.source}: holds nothing to compress")
     missing = {name: peer.package for name, peer in PEERS.items() if not peer.is_installed}
-    torch.set_num_threads(options.threads)
     with Workers(options.threads) as workers:
+        torch.set_num_threads(options.threads)
         coders = _coders(workers.each, options.threads)
         rounds = options.repeats * len(coders) * used
         with console.progress(rounds, "bench") as bar:
