@@ -87,6 +87,11 @@ def test_parts_that_do_not_fit_are_damage():
         {"zero_point": parts["zero_point"][:2]},
         {"axis": torch.tensor(7)},
         {"axis": torch.tensor(-1)},
+        {"axis": torch.tensor([1, 1])},
+        {"axis": torch.tensor(1.0)},
+        {"scale": parts["scale"].to(torch.int64)},
+        {"scale": parts["scale"].to(torch.complex64)},
+        {"zero_point": parts["zero_point"].to(torch.complex64)},
     ):
         with pytest.raises(CorruptFileError):
             TorchQuantized().decode(parts | change, like)

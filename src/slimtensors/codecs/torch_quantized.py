@@ -42,10 +42,14 @@ class TorchQuantized:
         if Spec.of(q) != Spec(QUANTIZED[like.dtype], like.shape):
             raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
         q = q.clone()  # it may lie in the file's pages
+        if not scale.is_floating_point() or zero_point.is_complex():
+            raise CorruptFileError(f"scales of {scale.dtype}, zero points of {zero_point.dtype}")
         if "axis" not in parts:
             if scale.numel() != 1 or zero_point.numel() != 1:
                 raise CorruptFileError("several scales and no axis")
             return torch._make_per_tensor_quantized_tensor(q, scale.item(), int(zero_point))
+        if Spec.of(parts["axis"]) != Spec(torch.int64, ()):
+            raise CorruptFileError(f"an axis of {Spec.of(parts['axis'])}")
         axis = int(parts["axis"])
         if not 0 <= axis < q.dim() or not scale.shape == zero_point.shape == (q.shape[axis],):
             raise CorruptFileError(f"{scale.numel()} scales do not fit axis {axis} of {like.shape}")
