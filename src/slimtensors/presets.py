@@ -64,14 +64,16 @@ def lossless_max(name: str, x: Tensor) -> Choice:
 def extreme(name: str, x: Tensor) -> Choice:
     """Round matrices of floats to 8-bit integers, and store these in as few bits as they allow.
 
-    Lossy; vectors, integers and what is not finite stay exact. Zeros stay zero. There is one scale
-    for all of a tensor, as in `torch.ao`'s dynamic quantization, or one per row where a few large
-    weights would cost the others too much.
+    Lossy; vectors, integers and what float32 has no scale for stay exact. Zeros stay zero. There is
+    one scale for all of a tensor, as in `torch.ao`'s dynamic quantization, or one per row where a
+    few large weights would cost the others too much.
     """
-    if x.dim() < 2 or not x.is_floating_point() or x.element_size() == 1:
+    if x.dim() < 2 or not x.numel() or not x.is_floating_point() or x.element_size() == 1:
         return _coded(x, "max")
-    if not torch.isfinite(x.float()).all():
-        return replace(_coded(x, "max"), note="holds NaN or infinity and is kept exact")
+    largest = float(x.abs().max())
+    if largest != 0 and not _LEAST <= largest <= _MOST:
+        note = f"has no scale in float32, its largest item is {largest:g}, and is kept exact"
+        return replace(_coded(x, "max"), note=note)
     rounding = Int(8)
     if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:
         rounding = Int(8, per_row=True)
@@ -81,6 +83,8 @@ def extreme(name: str, x: Tensor) -> Choice:
 
 _TOLERATED = 0.03
 """Relative RMS error that one scale per tensor may cause."""
+_LEAST, _MOST = 127 * torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""What the largest item of a tensor must lie between: scales below normal numbers are coarse."""
 
 
 _SAMPLE = 1 << 18

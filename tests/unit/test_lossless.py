@@ -57,6 +57,15 @@ def test_negative_zeros_are_kept_and_mentioned():
     assert "-0.0" in choice.note
 
 
+@pytest.mark.parametrize("largest", [1e-300, 1e-40, 1e300, float("inf"), float("nan")])
+def test_what_has_no_scale_is_not_rounded(tmp_path, largest):
+    x = weights(64, 64).double() / 0.02 * (1 if largest > 1 else largest)
+    x[3, 5] = largest
+    summary = slimtensors.save({"x": x}, tmp_path / "x", preset="extreme")
+    assert f"its largest item is {x.abs().max():g}" in summary.tensors[0].note
+    assert same_bits(slimtensors.load(tmp_path / "x")["x"], x)
+
+
 def test_everything_comes_back_from_a_file(tmp_path):
     x = weights(300, 700)
     tensors = {
