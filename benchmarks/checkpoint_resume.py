@@ -3,9 +3,9 @@
     python benchmarks/checkpoint_resume.py gpt FOLDER        # trains first, if FOLDER has no states
 
 Each profile is restored once, and then once every ten steps of a run: errors with a direction would
-add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of weights,
-and another order of the batches.
-Each result is printed and stored as soon as it is there.
+add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
+weights, and another order of the batches. Each result is
+printed and stored as soon as it is there.
 """
 
 import json
