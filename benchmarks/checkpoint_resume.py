@@ -3,8 +3,9 @@
     python benchmarks/checkpoint_resume.py gpt FOLDER        # trains first, if FOLDER has no states
 
 Each profile is restored once, and then once every ten steps of a run: errors with a direction would
-add up. The loss of the exact resume is the measure; another order of the batches is the yardstick.
-Each result is printed and stored as soon as it is there.
+add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
+weights, and another order of the batches. Each result is
+printed and stored as soon as it is there.
 """
 
 import json
@@ -72,6 +73,19 @@ def resumed(name: str, state: State, steps: int, change: Change, times: int = 1,
     return losses, held
 
 
+def noisy(state: State) -> State:
+    """Flip the last bit of half of the weights: what no training can be proof against."""
+    random = torch.Generator().manual_seed(0)
+
+    def flipped(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.float32:
+            return x
+        last = torch.randint(0, 2, x.shape, generator=random, dtype=torch.int32)
+        return (x.contiguous().view(torch.int32) ^ last).view(torch.float32)
+
+    return {**state, "model": {name: flipped(x) for name, x in state["model"].items()}}
+
+
 def main() -> None:
     parser = options(__doc__ or "")
     parser.add_argument("model", choices=SAVES)
@@ -115,6 +129,7 @@ def main() -> None:
                 sizes: list[int] = []
                 report(profile, store.through(profile, sizes), sizes, times)
             if times == 1:
+                report("noise in the last bit of weights", noisy, [])
                 report("another order of batches", lambda s: s, [], shift=10_000)
                 report("ExCP's recipe", lambda s: excp(base, s), [])
 

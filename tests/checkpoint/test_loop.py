@@ -11,6 +11,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from reliability_tools import TESTS, run
@@ -261,6 +262,14 @@ def test_a_snapshot_takes_every_dtype(name):
     assert same_bits(Snapshot().take({"x": x}).tensors["x"], x)
 
 
+def fitting(schema, capsys):
+    """Return the JSON that was printed, which must be as its schema says."""
+    printed = json.loads(capsys.readouterr().out)
+    path = TESTS.parent / "docs" / "schemas" / f"{schema}.json"
+    jsonschema.validate(printed, json.loads(path.read_text()))
+    return printed
+
+
 def test_a_run_on_the_command_line(tmp_path, capsys):
     folder = tmp_path / "run"
     kept(folder, [3, 2], base="auto")
@@ -270,7 +279,7 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     assert table[0].split() == ["checkpoint", "kind", "profile", "base", "step", "stored", "age"]
     assert table[2].startswith("step-00000002  delta  exact    step-00000001     2")
     assert main(["inspect", str(folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["checkpoints"]
+    told = fitting("run", capsys)["checkpoints"]
     assert [(t["step"], t["metrics"]) for t in told] == [(1, {"loss": 3.0}), (2, {"loss": 2.0})]
     assert main(["verify", str(folder)]) == 0
     assert "all 2 checkpoints whole" in capsys.readouterr().out
@@ -282,7 +291,9 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     assert main(["repair", str(folder)]) == 0
     assert "2 incomplete checkpoints removed" in capsys.readouterr().out
     assert main(["verify", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["checkpoints"] == 1
+    assert fitting("verify-run", capsys)["checkpoints"] == 1
+    assert main(["repair", str(folder), "--json"]) == 0
+    assert fitting("repair", capsys) == {"removed": []}
     assert Path(folder / "step-00000001").exists()
 
 

@@ -54,12 +54,8 @@ def test_every_schema_is_strict():
                 pending += at.values()
             elif isinstance(at, list):
                 pending += at
-    assert {path.stem for path in SCHEMAS.glob("*.json")} == {
-        "summary",
-        "verify",
-        "codecs",
-        "bench",
-    }
+    known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair"}
+    assert {path.stem for path in SCHEMAS.glob("*.json")} == known
 
 
 def test_inspect_prints_json_that_fits_its_schema(source, capsys):

@@ -131,8 +131,11 @@ def test_groups_that_are_not_neighbours_are_stored_too(tmp_path):
 
 def test_an_encoded_tensor_is_refused_where_it_cannot_be(tmp_path):
     x = encode(Plan(Quantized(QuantizationArgs(**W4))), weight())
-    with pytest.raises(ConfigError, match=r"w: the dialect 'compressed-tensors' cannot"):
+    with pytest.raises(ConfigError, match=r"w: only what is called 'weight'"):
         slimtensors.save({"w": x}, tmp_path / "x.safetensors", dialect="compressed-tensors")
+    coded = encode(Plan(Huffman()), weight())
+    with pytest.raises(ConfigError, match=r"w: the dialect 'compressed-tensors' cannot"):
+        slimtensors.save({"w": coded}, tmp_path / "x.safetensors", dialect="compressed-tensors")
     broken = Encoded(x.codec, x.spec, {**x.parts, "scale": torch.eye(2).to_sparse()})
     with pytest.raises(UnsupportedTensorError, match="w: scale: has layout"):
         slimtensors.save({"w": broken}, tmp_path / "x.safetensors")

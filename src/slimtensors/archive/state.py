@@ -27,6 +27,8 @@ class Item:
 
     What is encoded already, or even ready to be written, is stored in that form.
     """
+    runs_from_file: bool = False
+    """Whether its parts may be used where they lie in the file, as if in memory."""
     always_blob: bool = False
     """Whether other readers must never take it for the tensor of its name."""
 
@@ -87,7 +89,7 @@ def given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> State:
 def _encoded(name: str, value: Encoded) -> Item:
     for path, leaf in value.leaves():
         check_storable(f"{name}: {path}", leaf)
-    return Item(name, value.spec, lambda each: value)
+    return Item(name, value.spec, lambda each: value, runs_from_file=True)
 
 
 def _compressed(name: str, x: CompressedTensor) -> Item:

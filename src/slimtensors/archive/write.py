@@ -29,7 +29,7 @@ from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
 
 _ALIGN = 64
-"""What torch aligns memory to, and some kernels expect: data may be used from the file's pages."""
+"""What torch aligns memory to, and some kernels expect."""
 
 
 def save(
@@ -208,7 +208,9 @@ def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: 
         2 * len(item.name.encode()) + 2 * digits + 64 + 8 * len(item.spec.shape)
         for item in state.items
     )
-    reserve = -(-(256 + text * how.parts) // _ALIGN) * _ALIGN
+    reserve = 256 + text * how.parts
+    if any(item.runs_from_file for item in state.items):
+        reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
     target = local(path)
     if limit is None and not target.is_dir():
