@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 
 import slimtensors
 from slimtensors import Bitmask, Bitmask24, Dense, Plan, chain
-from slimtensors.codecs import Density, Gaps, Huffman
+from slimtensors.codecs import Bins, Density, Gaps, Huffman, IntBlocks
+from slimtensors.quantization import Quantized
+from slimtensors.tensors.stored import DynamicInputs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16]
 STRANGE = [torch.complex128, torch.complex32, torch.bits16, torch.int4, torch.float4_e2m1fn_x2]
@@ -90,6 +92,9 @@ CONTENT = {
     "dense": lambda: {"x": noise(9, 20, torch.float32), "y": torch.zeros(9, 9)},
     "strange": strange,
     "coded": lambda: {name: x.clone() for name, x in coded().items()},
+    "rounded": lambda: {
+        name: on_grid(-127, 127) if name == "int-blocks" else on_grid(-8, 7) for name in ROUNDED
+    },
     "trees": lambda: {
         "a": half_zero(12, 30, 20, torch.float32),
         "b": two_four(13, 30, 20, torch.float32),
@@ -117,6 +122,26 @@ def coded() -> dict[str, torch.Tensor]:
     }
 
 
+WEIGHTS = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32}
+
+ROUNDED = {
+    "bins": Plan(Bins()),
+    "int-blocks": Plan(IntBlocks(32)),
+    "quantized": Plan(Quantized(WEIGHTS)),
+    "dynamic-inputs": chain(
+        DynamicInputs({"num_bits": 8, "strategy": "token", "dynamic": True}),
+        weight=chain(Quantized(WEIGHTS, packed=False), q=Huffman()),
+    ),
+}
+
+
+def on_grid(low: int, high: int) -> torch.Tensor:
+    """Return eighths that rounding leaves as they are: every 32 of them have both these bounds."""
+    x = noise(23, 12 * 64, torch.uint8).view(12, 64).float() % (high - low) + low
+    x[:, ::32], x[:, 1::32] = low, high
+    return x / 8
+
+
 TREES = {
     "a": chain(Bitmask(), mask=Dense(), values=chain(Bitmask(), values=Dense())),
     "b": chain(Bitmask24(), codes=Bitmask(), values=Dense()),
@@ -129,6 +154,7 @@ FILES = {
     "slim/dense": {"preset": "dense"},
     "slim/strange": {},
     "slim/coded": {"preset": lambda name, x: CODED[name]},
+    "slim/rounded": {"preset": lambda name, x: ROUNDED[name]},
     "slim/trees": {"preset": lambda name, x: TREES[name]},
     "slim/shards/mixed": {"max_shard_size": 1200},
     "compressed-tensors/mixed": {},
