@@ -18,8 +18,8 @@ from slimtensors.container import StrPath, is_inside, local
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.plan import Plan, encode
 from slimtensors.presets import Choice, Chooser
-from slimtensors.residual import KINDS, Kind, kinds, smallest, undo
-from slimtensors.spec import Each, Json, as_bytes, dtype_name
+from slimtensors.residual import KINDS, Kind, smallest, undo
+from slimtensors.spec import QUANTIZED, Each, Json, as_bytes, dtype_name
 from slimtensors.summary import Summary
 
 _SAMPLE, _SAMPLES = 1 << 16, 8
@@ -101,7 +101,8 @@ def changes(
 
     def item(name: str) -> Item:
         spec = new.spec(name)
-        has_base = name in base and base.spec(name) == spec and any(kinds(spec))
+        has_bytes = spec.dtype not in QUANTIZED  # whose scales lie elsewhere
+        has_base = has_bytes and name in base and base.spec(name) == spec
         how[name] = ["whole"]  # in this order, whichever thread is first
 
         def read(each: Each) -> Tensor | None:

@@ -82,6 +82,16 @@ def test_a_delta_and_its_base_give_the_model_bit_for_bit(models):
     assert back["tied"] is back["layer0.weight"]
 
 
+def test_equal_tensors_of_any_kind_cost_nothing(tmp_path):
+    same = {"complex": torch.randn(40, 40, dtype=torch.complex64), "none": torch.empty(0, 3)}
+    slimtensors.save(same, tmp_path / "base")
+    slimtensors.save({**same, "new": torch.ones(3)}, tmp_path / "new")
+    summary = diff(tmp_path / "new", tmp_path / "base", tmp_path / "delta")
+    assert [t.name for t in summary.tensors] == ["new"]
+    restore(tmp_path / "delta", tmp_path / "base", tmp_path / "back")
+    assert slimtensors.verify(tmp_path / "back", against=tmp_path / "new")
+
+
 def test_few_changes_cost_little(models):
     _, _, folder = models
     diff(folder / "new.safetensors", folder / "base.safetensors", folder / "delta")
@@ -111,6 +121,8 @@ def test_a_delta_does_not_pass_for_a_model(models):
         slimtensors.open(folder / "delta").get_tensor("layer1.weight")
     with pytest.raises(ConfigError, match="difference from another model"):
         dict(slimtensors.load_compressed(folder / "delta"))
+    with pytest.raises(ConfigError, match="delta: is a difference from another model"):
+        slimtensors.verify(folder / "delta", against=folder / "new.safetensors")
     assert main(["decompress", str(folder / "delta"), "-o", str(folder / "x")]) == 2
     assert all(x.dtype is torch.uint8 for x in load_file(folder / "delta").values())
     with pytest.raises(ConfigError, match="is not a delta"):

@@ -55,6 +55,9 @@ def verify(
     with open(path, storage_options=storage_options) as archive, Workers(threads) as workers:
         other = open(against, storage_options=storage_options) if against is not None else None
         if other is not None:
+            if (archive.delta is None) != (other.delta is None):
+                archive.check_whole()
+                other.check_whole()
             different |= {name: f"is only in {path}" for name in archive if name not in other}
             different |= {name: f"is only in {against}" for name in other if name not in archive}
             if (archive.tree, archive.delta) != (other.tree, other.delta):
