@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from quantized_models import IDS, auto, config_of, make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from strategies import same_bits
 
 import slimtensors
@@ -143,6 +143,21 @@ def test_lossless_coding_of_a_quantized_folder_can_be_undone(quantized, tmp_path
     dense, wanted = (slimtensors.load(tmp_path / name) for name in ("dense", "wanted"))
     assert dense.keys() == wanted.keys()
     assert all(same_bits(dense[name], x) for name, x in wanted.items())
+
+
+@pytest.mark.parametrize("to", ["dense", "slim"])
+@pytest.mark.parametrize("part", ["packed", "scale", "shape"])
+def test_a_layer_that_lost_a_part_is_not_lost_silently(quantized, tmp_path, capsys, part, to):
+    folder = quantized("llama", "W4A16", "--max-shard-size", "1GB")
+    (file,) = folder.glob("*.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    rest = {name: x for name, x in load_file(file).items() if name != f"{layer}.weight_{part}"}
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run("convert", folder, "--to", to, "-o", tmp_path / "out") == 3
+    assert f"{folder}: {layer}: lacks " in capsys.readouterr().err.replace("/model.safetensors", "")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_output_says_how_much_was_lost(folders, tmp_path, capsys):

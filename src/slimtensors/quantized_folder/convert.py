@@ -1,6 +1,7 @@
 """Model folders from one dialect to another, or to dense weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +15,7 @@ from slimtensors.codecs import Huffman
 from slimtensors.compressor.quantized import is_number, key_of, scheme_of, stored_layers
 from slimtensors.container import Place, StrPath, place
 from slimtensors.dialects import VERSION
-from slimtensors.errors import ConfigError, SlimError
+from slimtensors.errors import ConfigError, CorruptFileError, SlimError
 from slimtensors.folder import (
     compress_folder,
     decompress_folder,
@@ -82,6 +83,10 @@ class _Quantized:
     def write(self, where: Place, target: StrPath, how: Rewrite) -> Summary:
         """Write each layer as one tensor."""
         layers = stored_layers(set(self.archive))
+        for layer, suffixes in layers.items():
+            if not {"weight", "weight_packed"} & set(suffixes):
+                found = ", ".join(suffixes)
+                raise CorruptFileError(f"{self.archive.path}: {layer}: lacks codes; has {found}")
 
         def state(part: Archive) -> State:
             """Return the layers whose codes are in this file, and what else is there."""
@@ -116,23 +121,30 @@ class _Quantized:
 
     def _item(self, layer: str, suffixes: Sequence[str]) -> Item:
         """Return the weight of a layer, to be read from its parts when its turn comes."""
-        scheme = scheme_of(layer, self.config, {})
+        with self._named(layer):
+            scheme = scheme_of(layer, self.config, {})
+            stored = formats.find(format_of(scheme, self.config), version=self.config.version)
         args = scheme.weights
         assert args is not None, "a scheme was found because it has some"
-        stored = formats.find(format_of(scheme, self.config), version=self.config.version)
 
         def read(each: Each) -> Tensor | Encoded:
             parts = {s: self.archive.load_one(key_of(layer, s), each) for s in suffixes}
-            try:
+            with self._named(layer):
                 if self.to == "dense":
                     return stored.decompress(parts, args, each).to(self.dtype)
                 codes, params = stored.parse(parts, args)
                 codec = Quantized(args, packed=args.num_bits in (1, 2, 4))
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
-            except SlimError as error:
-                raise type(error)(f"{layer}: {error}") from error
 
         return Item(key_of(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read)
+
+    @contextmanager
+    def _named(self, layer: str) -> Iterator[None]:
+        """Let errors say which layer of which folder they are about."""
+        try:
+            yield
+        except SlimError as error:
+            raise type(error)(f"{self.archive.path}: {layer}: {error}") from error
 
     def _shape(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
         if "weight_shape" in suffixes:
