@@ -222,6 +222,82 @@ def test_a_group_that_does_not_divide_names_the_layer(folders, tmp_path, capsys)
     assert "model.layers.0.self_attn.k_proj: 128 columns do not divide into groups of 96" in message
 
 
+def write_config(path, groups, **more):
+    path.write_text(json.dumps({"config_groups": groups, "ignore": ["lm_head"], **more}))
+    return path
+
+
+_W4 = {"num_bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"targets": ["Linear", "Embedding"], "weights": _W4}, "no layer fits Embedding"),
+        ({"targets": ["Linear", "re:.*dwn_proj"], "weights": _W4}, "no layer fits re:.*dwn_proj"),
+        ({"targets": ["Linear"], "weights": _W4, "format": "pack-quantised"}, "pack-quantized"),
+        (
+            {"targets": ["Linear"], "weights": _W4, "format": "nvfp4-pack-quantized"},
+            "cannot hold its codes; int-quantized can",
+        ),
+        ({"targets": ["Linear"], "weights": _W4 | {"actorder": "group"}}, "gptq"),
+    ],
+)
+def test_a_config_that_a_folder_cannot_follow_is_refused(folders, tmp_path, capsys, group, message):
+    source, config = folders("llama"), write_config(tmp_path / "scheme.json", {"a": group})
+    assert run("compress", source, "--quantize", config, "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"{source}: a: " in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ignored_layer_that_is_not_there_is_warned_of(folders, tmp_path, caplog):
+    words = ["--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
+    assert run("compress", folders("llama"), *words, "--ignore", "lm_haed") == 0
+    assert "'lm_haed', which is to be ignored, fits no layer" in caplog.text
+    caplog.clear()
+    assert run("compress", folders("bert"), *words, "--force") == 0
+    assert not caplog.text
+
+
+def test_groups_that_overlap_are_written_out_layer_by_layer(folders, tmp_path):
+    groups = {
+        "all": {"targets": ["Linear"], "weights": _W4},
+        "down": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "strategy": "channel"}},
+    }
+    config, out = write_config(tmp_path / "scheme.json", groups), tmp_path / "out"
+    assert run("compress", folders("llama"), "--quantize", config, "-o", out, "-q") == 0
+    targets = {name: group["targets"] for name, group in section(out)["config_groups"].items()}
+    assert targets["down"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert len(targets["all"]) == 12
+    assert not set(targets["all"]) & set(targets["down"])
+
+
+def test_stacked_experts_do_not_stay_dense_silently(tmp_path, capsys):
+    source = tmp_path / "stacked"
+    source.mkdir()
+    stack = torch.ones(4, 128, 128)
+    names = ["layers.0.q_proj.weight", "layers.0.mlp.experts.gate_up_proj"]
+    save_file({names[0]: stack[0].clone(), names[1]: stack}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "any"}')
+    words = ["compress", source, "--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
+    assert run(*words) == 2
+    assert f"{source}: {names[1]}: a tensor of" in capsys.readouterr().err
+    assert run(*words, "--ignore", "layers.0.mlp.experts") == 0
+
+
+@pytest.mark.slow
+def test_an_output_layer_that_shares_its_weight_need_not_be_named(folders, tmp_path):
+    folder, dense = tmp_path / "bert", tmp_path / "dense"
+    assert run("compress", folders("bert"), "--quantize", "W4A16", "-o", folder, "-q") == 0
+    assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
+    models = [auto("bert").from_pretrained(path).eval() for path in (folder, dense)]
+    with torch.no_grad():
+        theirs, ours = (model(input_ids=IDS).logits for model in models)
+    assert same_bits(theirs, ours)
+
+
 def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):
     folder = quantized("llama", "W4A16")
     assert run("compress", folder, "--quantize", "W4A16", "-o", tmp_path / "again") == 2
