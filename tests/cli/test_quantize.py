@@ -1,6 +1,7 @@
 """`compress --quantize` and `convert` on folders of tiny models of several families."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from strategies import same_bits
 import slimtensors
 from slimtensors import ModelCompressor
 from slimtensors.cli import main
+from slimtensors.errors import ConfigError
 from slimtensors.quantization import apply_quantization_config, freeze_module_quantization
+from slimtensors.quantized_folder import Calibration
 
 CASES = [
     ("llama", "W4A16"),
@@ -296,6 +299,73 @@ def test_an_output_layer_that_shares_its_weight_need_not_be_named(folders, tmp_p
     with torch.no_grad():
         theirs, ours = (model(input_ids=IDS).logits for model in models)
     assert same_bits(theirs, ours)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4A16", "MXFP4A16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dense_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path, dtype, scheme):
+    make("llama", dtype).save_pretrained(tmp_path / "model")
+    words = ["-q", "-o", tmp_path / "codes"]
+    assert run("compress", tmp_path / "model", "--quantize", scheme, *words) == 0
+    for to in ("dense", "slim"):
+        assert run("convert", tmp_path / "codes", "--to", to, "-o", tmp_path / to, "-q") == 0
+    slim = slimtensors.load(tmp_path / "slim")
+    for name, x in slimtensors.load(tmp_path / "dense").items():
+        assert x.dtype is dtype
+        assert same_bits(x, slim[name]), name
+
+
+def test_our_dialect_says_that_it_does_not_keep_how_activations_are_quantized(
+    quantized, tmp_path, caplog
+):
+    words = ["--to", "slim", "-q", "-o"]
+    assert run("convert", quantized("llama", "W4A16"), *words, tmp_path / "weights") == 0
+    assert not caplog.text
+    assert run("convert", quantized("llama", "W8A8"), *words, tmp_path / "both") == 0
+    assert "how activations and caches are quantized is not kept" in caplog.text
+
+
+def test_codes_need_a_config_that_tells_what_they_mean(folders, tmp_path, capsys):
+    source, slim = tmp_path / "bare", tmp_path / "slim"
+    shutil.copytree(folders("llama"), source)
+    (source / "config.json").unlink()
+    words = ["compress", source, "--quantize", "W4A16", "-q"]
+    assert run(*words, "-o", tmp_path / "out") == 2
+    assert f"{source}: has no config.json" in capsys.readouterr().err
+    assert run(*words, "-o", slim, "--dialect", "slim") == 0
+    assert run("convert", slim, "--to", "compressed-tensors", "-o", tmp_path / "out") == 2
+    assert f"{slim}: has no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized by gptq"),
+        ({"quantization_config": {"config_groups": {}, "formt": "x"}}, "'format'"),
+        ({"dtype": "float99"}, "the dtype 'float99'"),
+    ],
+)
+def test_errors_about_a_config_name_the_folder(folders, tmp_path, capsys, wrong, message):
+    source = tmp_path / "model"
+    shutil.copytree(folders("llama"), source)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    assert run("convert", source, "--to", "dense", "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"{source}: " in error
+
+
+def test_calibration_without_a_tokenizer_or_a_token_is_refused(tmp_path, capsys):
+    source, text = tmp_path / "model", tmp_path / "text.txt"
+    make("llama").save_pretrained(source)
+    text.write_text("w1 w2")
+    words = ["compress", source, "--quantize", "W4A16", "--calibration", text]
+    assert run(*words, "-o", tmp_path / "out") == 2
+    assert f"{source}: has no tokenizer" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no token"):
+        Calibration("").batches(_tokenizer())
 
 
 def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):

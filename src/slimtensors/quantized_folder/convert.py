@@ -1,5 +1,6 @@
 """Model folders from one dialect to another, or to dense weights."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,12 +37,15 @@ from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
+    check_config,
     dtype_of,
     quantization_of,
     without_any_section,
 )
 from slimtensors.spec import Each, Json, Spec, dtype_name, serially
 from slimtensors.summary import Summary
+
+_LOG = logging.getLogger(__name__)
 
 Kind = Literal["dense", "slim", "compressed-tensors"]
 
@@ -57,12 +61,17 @@ def convert_folder(
     where = place(source, storage_options=how.storage_options)
     data = read_config(source, storage_options=how.storage_options)
     with Archive(source, storage_options=how.storage_options) as archive:
-        if (config := quantization_of(data)) is not None:
+        try:
+            config, dtype = quantization_of(data), dtype_of(data)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+        if config is not None:
             if to == COMPRESSED_TENSORS:
                 raise ConfigError(f"{archive.path}: is in that dialect already")
-            return _Quantized(archive, config, to, dtype_of(data)).write(where, target, how)
+            return _Quantized(archive, config, to, dtype).write(where, target, how)
         codecs = _quantized_by_us(archive)
         if codecs and to == COMPRESSED_TENSORS:
+            check_config(data, source)
             return _to_compressed_tensors(archive, codecs, where, target, how)
     if to == "dense":
         options = {key: x for key, x in vars(how).items() if key != "max_shard_size"}
@@ -83,6 +92,10 @@ class _Quantized:
     def write(self, where: Place, target: StrPath, how: Rewrite) -> Summary:
         """Write each layer as one tensor."""
         layers = stored_layers(set(self.archive))
+        if self.to == SLIM and self.config.has_activations:
+            _LOG.warning(
+                "%s: how activations and caches are quantized is not kept", self.archive.path
+            )
         for layer, suffixes in layers.items():
             if not {"weight", "weight_packed"} & set(suffixes):
                 found = ", ".join(suffixes)
@@ -130,10 +143,14 @@ class _Quantized:
         def read(each: Each) -> Tensor | Encoded:
             parts = {s: self.archive.load_one(key_of(layer, s), each) for s in suffixes}
             with self._named(layer):
-                if self.to == "dense":
-                    return stored.decompress(parts, args, each).to(self.dtype)
-                codes, params = stored.parse(parts, args)
                 codec = Quantized(args, packed=args.num_bits in (1, 2, 4))
+                if self.to == "dense":
+                    dense = stored.decompress(parts, args, each)
+                    if dense.dtype is self.dtype:
+                        return dense
+                    # From the codes again: a cast would round what was rounded already.
+                    return decode(codec.encoded(*stored.parse(parts, args), self.dtype), each)
+                codes, params = stored.parse(parts, args)
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
 
         return Item(key_of(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read)

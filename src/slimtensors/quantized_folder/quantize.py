@@ -33,6 +33,7 @@ from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
+    check_config,
     quantization_of,
     without_any_section,
 )
@@ -62,6 +63,8 @@ def quantize_folder(
         raise ConfigError("static scales of activations need data; pass calibration data")
     where = place(source, storage_options=how.storage_options)
     data = read_config(source, storage_options=how.storage_options)
+    if dialect != SLIM:
+        check_config(data, source)
     with Archive(source, storage_options=how.storage_options) as archive:
         try:
             _check_model(data)
