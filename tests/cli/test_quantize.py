@@ -177,13 +177,16 @@ def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
     out = tmp_path / "out"
     assert run(*words, "--method", "gptq", "--work", tmp_path / "work", "-o", out, "-q") == 0
     assert section(out)["format"] == "pack-quantized"
-    assert run(*words, "--method", "gptq", "--dialect", "slim", "-o", tmp_path / "s", "-q") == 0
+    assert run(*words, "--dialect", "slym", "-o", tmp_path / "none") == 2
+    small = tmp_path / "new" / "s"
+    assert run(*words, "--method", "gptq", "--dialect", "slim", "-o", small, "-q") == 0
     dense = tmp_path / "dense"
     assert run("convert", out, "--to", "dense", "-o", dense, "-q") == 0
-    slim = slimtensors.load(tmp_path / "s")
+    slim = slimtensors.load(small)
     assert all(same_bits(slim[name], x) for name, x in slimtensors.load(dense).items())
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"text.txt", "work", "out", "s", "dense"}
+    assert names == {"text.txt", "work", "out", "new", "dense"}
+    assert [path.name for path in small.parent.iterdir()] == ["s"]
 
 
 def _tokenizer():
