@@ -393,7 +393,9 @@ def without_section(config: Json) -> Json:
         section = config.get(key)
         if not isinstance(section, dict):
             continue
-        if section.get("quant_method") == "slimtensors" or section.keys() <= _SPARSE_ONLY:
+        method = section.get("quant_method", "compressed-tensors")
+        is_sparse = method == "compressed-tensors" and section.keys() <= _SPARSE_ONLY
+        if method == "slimtensors" or is_sparse:
             before = section.get("before", {})
             if not isinstance(before, dict):
                 raise ConfigError(f"config.json: {key}: 'before' is not a table")

@@ -1,17 +1,20 @@
 """`compress --quantize` and `convert` on folders of tiny models of several families."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from quantized_models import IDS, auto, config_of, make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from strategies import same_bits
 
 import slimtensors
 from slimtensors import ModelCompressor
 from slimtensors.cli import main
+from slimtensors.errors import ConfigError
 from slimtensors.quantization import apply_quantization_config, freeze_module_quantization
+from slimtensors.quantized_folder import Calibration
 
 CASES = [
     ("llama", "W4A16"),
@@ -145,6 +148,21 @@ def test_lossless_coding_of_a_quantized_folder_can_be_undone(quantized, tmp_path
     assert all(same_bits(dense[name], x) for name, x in wanted.items())
 
 
+@pytest.mark.parametrize("to", ["dense", "slim"])
+@pytest.mark.parametrize("part", ["packed", "scale", "shape"])
+def test_a_layer_that_lost_a_part_is_not_lost_silently(quantized, tmp_path, capsys, part, to):
+    folder = quantized("llama", "W4A16", "--max-shard-size", "1GB")
+    (file,) = folder.glob("*.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    rest = {name: x for name, x in load_file(file).items() if name != f"{layer}.weight_{part}"}
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    assert run("convert", folder, "--to", to, "-o", tmp_path / "out") == 3
+    assert f"{folder}: {layer}: lacks " in capsys.readouterr().err.replace("/model.safetensors", "")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_output_says_how_much_was_lost(folders, tmp_path, capsys):
     assert run("compress", folders("llama"), "--quantize", "W4A16", "-o", tmp_path / "out") == 0
     assert "14 rounded, relative error 0.1" in capsys.readouterr().out
@@ -159,13 +177,16 @@ def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
     out = tmp_path / "out"
     assert run(*words, "--method", "gptq", "--work", tmp_path / "work", "-o", out, "-q") == 0
     assert section(out)["format"] == "pack-quantized"
-    assert run(*words, "--method", "gptq", "--dialect", "slim", "-o", tmp_path / "s", "-q") == 0
+    assert run(*words, "--dialect", "slym", "-o", tmp_path / "none") == 2
+    small = tmp_path / "new" / "s"
+    assert run(*words, "--method", "gptq", "--dialect", "slim", "-o", small, "-q") == 0
     dense = tmp_path / "dense"
     assert run("convert", out, "--to", "dense", "-o", dense, "-q") == 0
-    slim = slimtensors.load(tmp_path / "s")
+    slim = slimtensors.load(small)
     assert all(same_bits(slim[name], x) for name, x in slimtensors.load(dense).items())
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"text.txt", "work", "out", "s", "dense"}
+    assert names == {"text.txt", "work", "out", "new", "dense"}
+    assert [path.name for path in small.parent.iterdir()] == ["s"]
 
 
 def _tokenizer():
@@ -205,6 +226,149 @@ def test_a_group_that_does_not_divide_names_the_layer(folders, tmp_path, capsys)
     assert run("compress", folders("llama"), "--quantize", scheme, "-o", tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert "model.layers.0.self_attn.k_proj: 128 columns do not divide into groups of 96" in message
+
+
+def write_config(path, groups, **more):
+    path.write_text(json.dumps({"config_groups": groups, "ignore": ["lm_head"], **more}))
+    return path
+
+
+_W4 = {"num_bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"targets": ["Linear", "Embedding"], "weights": _W4}, "no layer fits Embedding"),
+        ({"targets": ["Linear", "re:.*dwn_proj"], "weights": _W4}, "no layer fits re:.*dwn_proj"),
+        ({"targets": ["Linear"], "weights": _W4, "format": "pack-quantised"}, "pack-quantized"),
+        (
+            {"targets": ["Linear"], "weights": _W4, "format": "nvfp4-pack-quantized"},
+            "cannot hold its codes; int-quantized can",
+        ),
+        ({"targets": ["Linear"], "weights": _W4 | {"actorder": "group"}}, "gptq"),
+    ],
+)
+def test_a_config_that_a_folder_cannot_follow_is_refused(folders, tmp_path, capsys, group, message):
+    source, config = folders("llama"), write_config(tmp_path / "scheme.json", {"a": group})
+    assert run("compress", source, "--quantize", config, "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"{source}: a: " in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ignored_layer_that_is_not_there_is_warned_of(folders, tmp_path, caplog):
+    words = ["--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
+    assert run("compress", folders("llama"), *words, "--ignore", "lm_haed") == 0
+    assert "'lm_haed', which is to be ignored, fits no layer" in caplog.text
+    caplog.clear()
+    assert run("compress", folders("bert"), *words, "--force") == 0
+    assert not caplog.text
+
+
+def test_groups_that_overlap_are_written_out_layer_by_layer(folders, tmp_path):
+    groups = {
+        "all": {"targets": ["Linear"], "weights": _W4},
+        "down": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "strategy": "channel"}},
+    }
+    config, out = write_config(tmp_path / "scheme.json", groups), tmp_path / "out"
+    assert run("compress", folders("llama"), "--quantize", config, "-o", out, "-q") == 0
+    targets = {name: group["targets"] for name, group in section(out)["config_groups"].items()}
+    assert targets["down"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert len(targets["all"]) == 12
+    assert not set(targets["all"]) & set(targets["down"])
+
+
+def test_stacked_experts_do_not_stay_dense_silently(tmp_path, capsys):
+    source = tmp_path / "stacked"
+    source.mkdir()
+    stack = torch.ones(4, 128, 128)
+    names = ["layers.0.q_proj.weight", "layers.0.mlp.experts.gate_up_proj"]
+    save_file({names[0]: stack[0].clone(), names[1]: stack}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "any"}')
+    words = ["compress", source, "--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
+    assert run(*words) == 2
+    assert f"{source}: {names[1]}: a tensor of" in capsys.readouterr().err
+    assert run(*words, "--ignore", "layers.0.mlp.experts") == 0
+
+
+@pytest.mark.slow
+def test_an_output_layer_that_shares_its_weight_need_not_be_named(folders, tmp_path):
+    folder, dense = tmp_path / "bert", tmp_path / "dense"
+    assert run("compress", folders("bert"), "--quantize", "W4A16", "-o", folder, "-q") == 0
+    assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
+    models = [auto("bert").from_pretrained(path).eval() for path in (folder, dense)]
+    with torch.no_grad():
+        theirs, ours = (model(input_ids=IDS).logits for model in models)
+    assert same_bits(theirs, ours)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4A16", "MXFP4A16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dense_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path, dtype, scheme):
+    make("llama", dtype).save_pretrained(tmp_path / "model")
+    words = ["-q", "-o", tmp_path / "codes"]
+    assert run("compress", tmp_path / "model", "--quantize", scheme, *words) == 0
+    for to in ("dense", "slim"):
+        assert run("convert", tmp_path / "codes", "--to", to, "-o", tmp_path / to, "-q") == 0
+    slim = slimtensors.load(tmp_path / "slim")
+    for name, x in slimtensors.load(tmp_path / "dense").items():
+        assert x.dtype is dtype
+        assert same_bits(x, slim[name]), name
+
+
+def test_our_dialect_says_that_it_does_not_keep_how_activations_are_quantized(
+    quantized, tmp_path, caplog
+):
+    words = ["--to", "slim", "-q", "-o"]
+    assert run("convert", quantized("llama", "W4A16"), *words, tmp_path / "weights") == 0
+    assert not caplog.text
+    assert run("convert", quantized("llama", "W8A8"), *words, tmp_path / "both") == 0
+    assert "how activations and caches are quantized is not kept" in caplog.text
+
+
+def test_codes_need_a_config_that_tells_what_they_mean(folders, tmp_path, capsys):
+    source, slim = tmp_path / "bare", tmp_path / "slim"
+    shutil.copytree(folders("llama"), source)
+    (source / "config.json").unlink()
+    words = ["compress", source, "--quantize", "W4A16", "-q"]
+    assert run(*words, "-o", tmp_path / "out") == 2
+    assert f"{source}: has no config.json" in capsys.readouterr().err
+    assert run(*words, "-o", slim, "--dialect", "slim") == 0
+    assert run("convert", slim, "--to", "compressed-tensors", "-o", tmp_path / "out") == 2
+    assert f"{slim}: has no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized by gptq"),
+        ({"quantization_config": {"config_groups": {}, "formt": "x"}}, "'format'"),
+        ({"dtype": "float99"}, "the dtype 'float99'"),
+    ],
+)
+def test_errors_about_a_config_name_the_folder(folders, tmp_path, capsys, wrong, message):
+    source = tmp_path / "model"
+    shutil.copytree(folders("llama"), source)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+    assert run("convert", source, "--to", "dense", "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert f"{source}: " in error
+
+
+def test_calibration_without_a_tokenizer_or_a_token_is_refused(tmp_path, capsys):
+    source, text = tmp_path / "model", tmp_path / "text.txt"
+    make("llama").save_pretrained(source)
+    text.write_text("w1 w2")
+    words = ["compress", source, "--quantize", "W4A16", "--calibration", text]
+    assert run(*words, "-o", tmp_path / "out") == 2
+    assert f"{source}: has no tokenizer" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no token"):
+        Calibration("").batches(_tokenizer())
 
 
 def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):

@@ -4,6 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from slimtensors import dialects
 from slimtensors.archive import Archive, Progress
 from slimtensors.errors import ConfigError
 from slimtensors.folder import is_model
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary
     """Quantize a folder, with data if there is some."""
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
+    dialects.find(dialect)  # raises if there is none, before the model runs
     how = Rewrite(options.max_shard_size, options.force, options.threads, bar)
     if options.calibration is None:
         return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
@@ -69,7 +71,9 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary
             work=options.work,
             how=how,
         )
-    with tempfile.TemporaryDirectory(dir=Path(options.output).absolute().parent) as folder:
+    beside = Path(options.output).absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
         first = Path(folder) / "quantized"
         calibrate_folder(options.source, first, config, text, method=method, work=options.work)
         return convert_folder(first, options.output, to="slim", how=how)

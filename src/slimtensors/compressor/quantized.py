@@ -140,9 +140,10 @@ def _quantized(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantiz
 def stored_layers(names: Collection[str]) -> dict[str, list[str]]:
     """Return the suffixes of the parts of every layer that is stored quantized, by its name."""
     split = [name.rpartition(".") for name in names]
+    telling = ("weight_scale", "weight_packed")  # a layer that lost one of them is found, too
     return {
         layer: [suffix for suffix in _OF_WEIGHTS if key_of(layer, suffix) in names]
-        for layer in sorted({layer for layer, _, suffix in split if suffix == "weight_scale"})
+        for layer in sorted({layer for layer, _, suffix in split if suffix in telling})
     }
 
 

@@ -122,6 +122,14 @@ class QuantizationConfig:
         return data
 
     @property
+    def has_activations(self) -> bool:
+        """Whether more than weights is quantized: what flows through layers, or what is cached."""
+        schemes = self.config_groups.values()
+        return self.kv_cache_scheme is not None or any(
+            s.input_activations is not None or s.output_activations is not None for s in schemes
+        )
+
+    @property
     def needs_data(self) -> bool:
         """Whether the model must run over data before it can be frozen."""
         kv = self.kv_cache_scheme

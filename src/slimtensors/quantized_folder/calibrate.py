@@ -38,6 +38,8 @@ class Calibration:
     def batches(self, tokenizer: Any) -> list[dict[str, Tensor]]:
         """Return samples from all over the text, one per batch."""
         tokens = tokenizer(self.text, return_tensors="pt", truncation=False)["input_ids"][0]
+        if not len(tokens):
+            raise ConfigError("the tokenizer finds no token in the calibration text")
         length = min(self.length, len(tokens))
         count = min(self.samples, max(1, len(tokens) // length))
         step = (len(tokens) - length) // max(count - 1, 1)
@@ -97,4 +99,10 @@ def _built(source: StrPath) -> tuple[Any, Any]:
     if kind is None:
         raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
     model: nn.Module = kind.from_pretrained(source, dtype="auto").eval()
-    return model, transformers.AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: has no tokenizer, which calibration needs: {error}"
+        ) from error
+    return model, tokenizer

@@ -1,6 +1,8 @@
 """Model folders from one dialect to another, or to dense weights."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +16,7 @@ from slimtensors.codecs import Huffman
 from slimtensors.compressor.quantized import is_number, key_of, scheme_of, stored_layers
 from slimtensors.container import Place, StrPath, place
 from slimtensors.dialects import VERSION
-from slimtensors.errors import ConfigError, SlimError
+from slimtensors.errors import ConfigError, CorruptFileError, SlimError
 from slimtensors.folder import (
     compress_folder,
     decompress_folder,
@@ -35,12 +37,15 @@ from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
+    check_config,
     dtype_of,
     quantization_of,
     without_any_section,
 )
 from slimtensors.spec import Each, Json, Spec, dtype_name, serially
 from slimtensors.summary import Summary
+
+_LOG = logging.getLogger(__name__)
 
 Kind = Literal["dense", "slim", "compressed-tensors"]
 
@@ -56,12 +61,17 @@ def convert_folder(
     where = place(source, storage_options=how.storage_options)
     data = read_config(source, storage_options=how.storage_options)
     with Archive(source, storage_options=how.storage_options) as archive:
-        if (config := quantization_of(data)) is not None:
+        try:
+            config, dtype = quantization_of(data), dtype_of(data)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+        if config is not None:
             if to == COMPRESSED_TENSORS:
                 raise ConfigError(f"{archive.path}: is in that dialect already")
-            return _Quantized(archive, config, to, dtype_of(data)).write(where, target, how)
+            return _Quantized(archive, config, to, dtype).write(where, target, how)
         codecs = _quantized_by_us(archive)
         if codecs and to == COMPRESSED_TENSORS:
+            check_config(data, source)
             return _to_compressed_tensors(archive, codecs, where, target, how)
     if to == "dense":
         options = {key: x for key, x in vars(how).items() if key != "max_shard_size"}
@@ -82,6 +92,14 @@ class _Quantized:
     def write(self, where: Place, target: StrPath, how: Rewrite) -> Summary:
         """Write each layer as one tensor."""
         layers = stored_layers(set(self.archive))
+        if self.to == SLIM and self.config.has_activations:
+            _LOG.warning(
+                "%s: how activations and caches are quantized is not kept", self.archive.path
+            )
+        for layer, suffixes in layers.items():
+            if not {"weight", "weight_packed"} & set(suffixes):
+                found = ", ".join(suffixes)
+                raise CorruptFileError(f"{self.archive.path}: {layer}: lacks codes; has {found}")
 
         def state(part: Archive) -> State:
             """Return the layers whose codes are in this file, and what else is there."""
@@ -116,23 +134,34 @@ class _Quantized:
 
     def _item(self, layer: str, suffixes: Sequence[str]) -> Item:
         """Return the weight of a layer, to be read from its parts when its turn comes."""
-        scheme = scheme_of(layer, self.config, {})
+        with self._named(layer):
+            scheme = scheme_of(layer, self.config, {})
+            stored = formats.find(format_of(scheme, self.config), version=self.config.version)
         args = scheme.weights
         assert args is not None, "a scheme was found because it has some"
-        stored = formats.find(format_of(scheme, self.config), version=self.config.version)
 
         def read(each: Each) -> Tensor | Encoded:
             parts = {s: self.archive.load_one(key_of(layer, s), each) for s in suffixes}
-            try:
-                if self.to == "dense":
-                    return stored.decompress(parts, args, each).to(self.dtype)
-                codes, params = stored.parse(parts, args)
+            with self._named(layer):
                 codec = Quantized(args, packed=args.num_bits in (1, 2, 4))
+                if self.to == "dense":
+                    dense = stored.decompress(parts, args, each)
+                    if dense.dtype is self.dtype:
+                        return dense
+                    # From the codes again: a cast would round what was rounded already.
+                    return decode(codec.encoded(*stored.parse(parts, args), self.dtype), each)
+                codes, params = stored.parse(parts, args)
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
-            except SlimError as error:
-                raise type(error)(f"{layer}: {error}") from error
 
         return Item(key_of(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read)
+
+    @contextmanager
+    def _named(self, layer: str) -> Iterator[None]:
+        """Let errors say which layer of which folder they are about."""
+        try:
+            yield
+        except SlimError as error:
+            raise type(error)(f"{self.archive.path}: {layer}: {error}") from error
 
     def _shape(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
         if "weight_shape" in suffixes:

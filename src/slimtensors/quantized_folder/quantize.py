@@ -1,5 +1,6 @@
 """Round the weights of a model folder, told which layers are linear by the names of tensors."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,8 @@ from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.codecs import Bitmask, Huffman
 from slimtensors.container import StrPath, place
-from slimtensors.errors import ConfigError
+from slimtensors.dialects.quantized import format_of as written_format
+from slimtensors.errors import ConfigError, nearest
 from slimtensors.folder import compress_folder, read_config
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice
@@ -23,19 +25,23 @@ from slimtensors.quantization import (
     formats,
 )
 from slimtensors.quantization.affine import check_weight
-from slimtensors.quantization.by_name import ON_THEIR_SIDE, is_linear, layer_of
+from slimtensors.quantization.by_name import ON_THEIR_SIDE, OUTPUT, is_linear, is_stack, layer_of
 from slimtensors.quantization.config import LAYOUT
 from slimtensors.quantization.plans import format_of
-from slimtensors.quantization.targets import is_target, resolve
+from slimtensors.quantization.targets import disjoint, is_target, resolve
 from slimtensors.quantized_folder.rewrite import (
     COMPRESSED_TENSORS,
     SLIM,
     Rewrite,
+    check_config,
     quantization_of,
     without_any_section,
 )
 from slimtensors.spec import Json, Spec
 from slimtensors.summary import Summary
+
+_LOG = logging.getLogger(__name__)
+_PLAIN = ("int-quantized", "float-quantized")
 
 
 def quantize_folder(
@@ -56,14 +62,20 @@ def quantize_folder(
     if config.needs_data:
         raise ConfigError("static scales of activations need data; pass calibration data")
     where = place(source, storage_options=how.storage_options)
-    _check_model(read_config(source, storage_options=how.storage_options))
+    data = read_config(source, storage_options=how.storage_options)
+    if dialect != SLIM:
+        check_config(data, source)
     with Archive(source, storage_options=how.storage_options) as archive:
-        layers = Layers.of(archive, config)
+        try:
+            _check_model(data)
+            layers = Layers.of(archive, config)
+            section = {} if dialect == SLIM else layers.described().to_dict()
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
         if dialect == SLIM:
             return compress_folder(source, target, preset=layers.coded, dialect=SLIM, **vars(how))
 
         def edit(data: Json, _: Summary) -> Json:
-            section = layers.described().to_dict()
             return {**without_any_section(data), "quantization_config": section}
 
         return how.run(archive, where, target, edit, choose=layers.plain, dialect=dialect)
@@ -82,12 +94,16 @@ class Layers:
     @classmethod
     def of(cls, archive: Archive, config: QuantizationConfig) -> "Layers":
         """Find them; raise if a group of the config fits nothing, or something does not fit it."""
+        _check_targets(archive, config)
         tied = archive.tied()
         groups: dict[str, str] = {}
         left: list[str] = []
         for name in archive:
             spec = archive.spec(name)
-            if name in tied or (layer := layer_of(name, spec)) is None:
+            if name in tied:
+                continue
+            if (layer := layer_of(name, spec)) is None:
+                _check_left_out(name, spec, config)
                 continue
             classes = ["Linear"] if is_linear(layer) else []
             group = resolve(config.config_groups, config.ignore, layer, classes)
@@ -121,13 +137,20 @@ class Layers:
 
     def described(self) -> QuantizationConfig:
         """Return what `config.json` says of the folder."""
-        groups = self.config.config_groups
-        stored = {name: format_of(scheme, self.config) for name, scheme in groups.items()}
-        kinds = sorted(set(stored.values()))
+        groups = {
+            name: replace(scheme, format=_stored_format(name, scheme, self.config))
+            for name, scheme in self.config.config_groups.items()
+        }
+        kinds = sorted({str(scheme.format) for scheme in groups.values()})
+        layers = {name.removesuffix(".weight"): group for name, group in self.groups.items()}
         unlisted = [layer for layer in self.left if not is_target(self.config.ignore, layer, ())]
+        if not any(is_target([OUTPUT], layer, ()) for layer in (*layers, *self.left)):
+            unlisted.append(OUTPUT)
         return replace(
             self.config,
-            config_groups={name: replace(s, format=stored[name]) for name, s in groups.items()},
+            config_groups=disjoint(
+                groups, {x: (group, ("Linear",)) for x, group in layers.items()}
+            ),
             format=kinds[0] if len(kinds) == 1 else formats.MIXED,
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=[*self.config.ignore, *unlisted],
@@ -145,6 +168,50 @@ def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
     if q is not None and isinstance(q.codec, Bitmask):
         return Plan(codec, {"q": q})
     return Plan(Quantized(args, packed=args.num_bits in (1, 2, 4)), {"q": Plan(Huffman())})
+
+
+def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationConfig) -> str:
+    """Return the format that a group is written in; raise if that cannot be the one it asks for."""
+    asked = format_of(scheme, config)
+    assert scheme.weights is not None, "a group without weights fits no layer"
+    written = written_format(Quantized(scheme.weights, packed=asked == "pack-quantized"))
+    same = {written, "naive-quantized"} if written in _PLAIN else {written}
+    if asked not in formats.names():
+        raise ConfigError(f"{group}: unknown format {asked!r}; {nearest(asked, formats.names())}")
+    if asked not in same:
+        raise ConfigError(f"{group}: the format {asked} cannot hold its codes; {written} can")
+    return asked
+
+
+def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
+    """Raise for a target, and warn of an ignored one, that fits nothing: it may be misspelt."""
+    matrices = [x for name in archive if (x := layer_of(name, archive.spec(name))) is not None]
+    layers = [(layer, ["Linear"] if is_linear(layer) else []) for layer in matrices]
+    for group, scheme in config.config_groups.items():
+        for target in scheme.targets:
+            if not any(is_target([target], *layer) for layer in layers):
+                raise ConfigError(
+                    f"{group}: no layer fits {target}; of classes, names tell only Linear"
+                )
+        if scheme.weights is not None and scheme.weights.actorder is not None:
+            raise ConfigError(f"{group}: actorder is of the method gptq, which needs data")
+    owners = {name.rpartition(".")[0] for name in archive}
+    for target in config.ignore:
+        is_absent = not any(is_target([target], owner, ["Linear"]) for owner in owners)
+        if is_absent and not is_target([OUTPUT], target, ()):
+            _LOG.warning("%s: %r, which is to be ignored, fits no layer", archive.path, target)
+
+
+def _check_left_out(name: str, spec: Spec, config: QuantizationConfig) -> None:
+    """Raise if a group claims a tensor that is no matrix called `weight`."""
+    layer = name.rpartition(".")[0]
+    classes = ["Linear"] if is_stack(name, spec) else []
+    is_weight = bool(classes) or (name.endswith(".weight") and len(spec.shape) > 2)
+    if is_weight and resolve(config.config_groups, config.ignore, layer, classes):
+        raise ConfigError(
+            f"{name}: a tensor of {spec} cannot be quantized without the model; ignore {layer},"
+            " or use slimtensors.quantization.quantize_model"
+        )
 
 
 def _check(layer: str, spec: Spec, args: QuantizationArgs) -> None:

@@ -65,6 +65,12 @@ def quantization_of(data: Json) -> QuantizationConfig | None:
     return config if config.config_groups else None
 
 
+def check_config(data: Json, source: StrPath) -> None:
+    """Raise if there is no `config.json`, which alone tells what codes of that dialect mean."""
+    if not data:
+        raise ConfigError(f"{source}: has no config.json, which {COMPRESSED_TENSORS} needs")
+
+
 def dtype_of(data: Json) -> torch.dtype:
     """Return the dtype of a model's weights."""
     name = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
