@@ -385,3 +385,14 @@ def test_a_model_that_lies_on_its_side_is_refused(folders, tmp_path, capsys):
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "gpt2"}))
     assert run("compress", source, "--quantize", "W4A16", "-o", tmp_path / "out") == 2
     assert "quantize_model" in capsys.readouterr().err
+
+
+def test_a_config_that_names_no_dtype_leaves_it_to_the_weights(tmp_path):
+    source, small, dense = tmp_path / "model", tmp_path / "small", tmp_path / "dense"
+    make("llama", torch.float32).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert run("compress", source, "--quantize", "W4A16", "-o", small, "-q") == 0
+    assert run("convert", small, "--to", "dense", "-o", dense, "-q") == 0
+    assert {x.dtype for x in slimtensors.load(dense).values()} == {torch.float32}

@@ -8,7 +8,7 @@ from slimtensors.cli import console, quantize
 from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
-from slimtensors.summary import Summary, counted
+from slimtensors.summary import Summary, counted, human
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
-        print(summary)
+        sizes = f"{human(total)} -> {human(summary.stored_bytes)}"
+        print(summary if options.calibration is None else sizes)
         signed = [tensor.name for tensor in summary.tensors if "-0.0" in tensor.note]
         if signed:
             what = counted(len(signed), "tensor")

@@ -62,7 +62,7 @@ def convert_folder(
     data = read_config(source, storage_options=how.storage_options)
     with Archive(source, storage_options=how.storage_options) as archive:
         try:
-            config, dtype = quantization_of(data), dtype_of(data)
+            config, dtype = quantization_of(data), dtype_of(data, archive)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
         if config is not None:

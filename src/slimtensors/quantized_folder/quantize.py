@@ -209,7 +209,7 @@ def _check_left_out(name: str, spec: Spec, config: QuantizationConfig) -> None:
     is_weight = bool(classes) or (name.endswith(".weight") and len(spec.shape) > 2)
     if is_weight and resolve(config.config_groups, config.ignore, layer, classes):
         raise ConfigError(
-            f"{name}: a tensor of {spec} cannot be quantized without the model; ignore {layer},"
+            f"{name}: has shape {spec.shape}, which takes the model to quantize; ignore {layer},"
             " or use slimtensors.quantization.quantize_model"
         )
 

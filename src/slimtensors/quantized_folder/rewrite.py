@@ -1,5 +1,6 @@
 """What all that rewrites a model folder needs: options, and what its `config.json` says."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,9 +72,16 @@ def check_config(data: Json, source: StrPath) -> None:
         raise ConfigError(f"{source}: has no config.json, which {COMPRESSED_TENSORS} needs")
 
 
-def dtype_of(data: Json) -> torch.dtype:
-    """Return the dtype of a model's weights."""
-    name = str(data.get("dtype") or data.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+def dtype_of(data: Json, archive: Archive) -> torch.dtype:
+    """Return the dtype of a model's weights: as its config says, or that of most that are left."""
+    said = data.get("dtype") or data.get("torch_dtype")
+    if said is None:
+        sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
+        for spec in map(archive.spec, archive):
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                sizes[spec.dtype] += spec.nbytes
+        return sizes.most_common(1)[0][0]
+    name = str(said).removeprefix("torch.")
     try:
         return find_dtype(name)
     except KeyError:
