@@ -78,7 +78,11 @@ class SlimQuantizer(HfQuantizer):
         self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
     ) -> nn.Module:
         if checkpoint_files:  # none if the caller brought weights of his own
-            self._reader = Reader(checkpoint_files, self._device_map)
+            self._reader = Reader(
+                checkpoint_files,
+                self._device_map,
+                run_compressed=self.quantization_config.run_compressed,
+            )
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

@@ -22,6 +22,8 @@ from slimtensors.integrations.transformers.unchanged import unchanged
 from slimtensors.plan import Encoded
 from slimtensors.sparsity import Sparsity, SparsityConfig, parse_section, sparsity_of
 from slimtensors.spec import Each, Json
+from slimtensors.tensors import CompressedTensor, CsrTensor
+from slimtensors.tensors.stored import encoded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -117,6 +119,10 @@ class SavePretrained:
         return "sparse" if weights.measured(self._model).share >= _WORTH_TELLING else "lossless"
 
     def _as_ever(self, folder: Path, **options: Any) -> None:
+        given = options.get("state_dict")
+        state = self._model.state_dict() if given is None else given
+        if any(isinstance(x, CompressedTensor) for x in state.values()):
+            options["state_dict"] = {name: weights.dense(x) for name, x in state.items()}
         type(self._model).save_pretrained(self._model, folder, **options)
 
     def _compressed(
@@ -144,6 +150,9 @@ class SavePretrained:
         items = [_measured(item, found) for item in items]
         if preset == self._origin.preset:
             items = unchanged(items, self._origin.files)
+            items = [_stored_as(item, _codes) for item in items]
+        else:
+            items = [_stored_as(item, weights.dense) for item in items]
         folder.mkdir(parents=True, exist_ok=True)
         # All but the weights goes to a place of its own first: transformers would remove the
         # shards of an older model, which must stay until the new ones are complete.
@@ -180,8 +189,23 @@ def _measured(item: Item, found: dict[str, Sparsity]) -> Item:
     def read(each: Each) -> Tensor | Encoded | Packed | None:
         x = item.read(each)
         if isinstance(x, Tensor):
-            found[item.name] = sparsity_of(x)
+            found[item.name] = sparsity_of(weights.dense(x))
         return x
+
+    return replace(item, read=read)
+
+
+def _codes(x: CompressedTensor) -> Tensor | Encoded:
+    is_for_running = isinstance(x, CsrTensor)  # and not to be stored: the preset says how
+    return weights.dense(x) if is_for_running else encoded(x)
+
+
+def _stored_as(item: Item, form: Callable[[CompressedTensor], Tensor | Encoded]) -> Item:
+    """Return an item that `form` makes storable if it is a weight that runs compressed."""
+
+    def read(each: Each) -> Tensor | Encoded | Packed | None:
+        x = item.read(each)
+        return form(x) if isinstance(x, CompressedTensor) else x
 
     return replace(item, read=read)
 
