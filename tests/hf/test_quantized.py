@@ -1,19 +1,29 @@
 """Quantized folders through transformers: to dense weights, or to weights that run compressed."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from hf.tiny import pruned, same_weights
-from quantized_models import IDS, config_of, logits, make
+from quantized_models import IDS, config_of, frozen, logits, make, save
+from safetensors.torch import load_file
 from strategies import same_bits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import slimtensors
-from slimtensors.errors import ConfigError
+from slimtensors import ModelCompressor
+from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.quantized_folder import Rewrite, convert_folder, quantize_folder
 from slimtensors.tensors import QuantizedTensor, get_model_size_in_bytes
-from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder
+from slimtensors.transformers import (
+    SparseAutoModel,
+    SparseAutoModelForCausalLM,
+    SparseAutoModelForMaskedLM,
+    compress_folder,
+    enable,
+)
 from slimtensors.transformers.compression import BitmaskConfig
 
 
@@ -40,6 +50,11 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def dense_weights(model):
+    state = model.state_dict().items()
+    return {name: x.dequantize() if isinstance(x, QuantizedTensor) else x for name, x in state}
+
+
 def linear(model):
     return model.model.layers[0].self_attn.q_proj.weight
 
@@ -61,9 +76,7 @@ def test_folders_of_ours_run_compressed(tmp_path, preset):
     want = AutoModelForCausalLM.from_pretrained(small)
     model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
     assert isinstance(linear(model), QuantizedTensor)
-    for name, x in model.state_dict().items():
-        plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
-        assert same_bits(plain, want.state_dict()[name])
+    assert all(same_bits(x, want.state_dict()[name]) for name, x in dense_weights(model).items())
     assert torch.allclose(logits(model), logits(want), atol=0.03)
     assert get_model_size_in_bytes(model) < 0.65 * get_model_size_in_bytes(want)
     assert model.generate(IDS, max_new_tokens=3, do_sample=False).shape[1] <= IDS.shape[1] + 3
@@ -160,3 +173,134 @@ def test_what_cannot_run_compressed_is_refused(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path / "small")
     with pytest.raises(ConfigError, match="together with a config; say it there"):
         load(tmp_path / "small", config=config, run_compressed=True)
+
+
+def by_compressed_tensors(folder, preset, family="llama"):
+    """Write a model as compressed-tensors does; return what it computes before that."""
+    config = config_of(preset, family)
+    model = frozen(family, config)
+    want = logits(model)
+    save(model, config, folder)
+    return want
+
+
+DYNAMIC = ["W8A8", "W4A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "MXFP8"]
+"""Presets that round inputs by scales found while the model runs."""
+
+
+@pytest.mark.parametrize(
+    "preset", ["W4A16", "W4A16_ASYM", "W8A16", "FP8", "NVFP4", "NVFP4A16", "MXFP4A16", *DYNAMIC]
+)
+def test_folders_of_compressed_tensors_load_and_are_saved_as_they_were(tmp_path, preset):
+    small = tmp_path / "small"
+    rounded = by_compressed_tensors(small, preset)
+    plain = ModelCompressor.from_pretrained(small).decompress(small)
+    load = SparseAutoModelForCausalLM.from_pretrained
+    want, info = load(small, output_loading_info=True)
+    assert not any(info.values())
+    assert all(same_bits(x, want.state_dict()[name]) for name, x in plain.items())
+    model = load(small, run_compressed=True)
+    assert isinstance(linear(model), QuantizedTensor)
+    assert all(same_bits(x, dense_weights(model)[name]) for name, x in plain.items())
+    assert get_model_size_in_bytes(model) < 0.65 * get_model_size_in_bytes(want)
+    reference = rounded if preset in DYNAMIC else logits(want)
+    assert torch.allclose(logits(model), reference, atol=0.03)
+    for loaded in (want, model):
+        loaded.save_pretrained(tmp_path / "again")
+        assert files(tmp_path / "again") == files(small)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "bert", "opt"])
+def test_other_families_of_compressed_tensors_load(tmp_path, family):
+    small = tmp_path / "small"
+    by_compressed_tensors(small, "W4A16", family)
+    plain = ModelCompressor.from_pretrained(small).decompress(small)
+    auto = SparseAutoModelForMaskedLM if family == "bert" else SparseAutoModelForCausalLM
+    want = auto.from_pretrained(small)
+    want.save_pretrained(tmp_path / "dense", save_compressed=False, skip_compression_stats=True)
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    assert stored.keys() == plain.keys()
+    assert all(same_bits(x, plain[name]) for name, x in stored.items())
+    model = auto.from_pretrained(small, run_compressed=True)
+    assert torch.allclose(logits(model), logits(want), atol=0.03)
+    model.save_pretrained(tmp_path / "again")
+    assert files(tmp_path / "again") == files(small)
+
+
+@pytest.mark.parametrize("run_compressed", [False, True])
+def test_a_folder_of_compressed_tensors_that_we_coded_loads_plainly(tmp_path, run_compressed):
+    small = quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
+    compress_folder(small, tmp_path / "coded", preset="lossless")
+    config = AutoConfig.from_pretrained(tmp_path / "coded")
+    config.quantization_config["run_compressed"] = run_compressed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "coded", config=config)
+    assert isinstance(linear(model), QuantizedTensor) == run_compressed
+    want = dense(small).state_dict()
+    assert all(same_bits(x, want[name]) for name, x in dense_weights(model).items())
+    model.save_pretrained(tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "coded")
+
+
+def test_shards_replace_those_of_an_older_model(tmp_path):
+    small = quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
+    make("llama").save_pretrained(tmp_path / "again")
+    model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
+    before = files(small)
+    for folder in (small, tmp_path / "again"):
+        model.save_pretrained(folder)
+        assert files(folder) == before
+
+
+def test_a_base_model_and_another_dtype_load_from_compressed_tensors(tmp_path):
+    small = quantized(tmp_path, dialect="compressed-tensors")
+    want = dense(small).model.half()
+    model = SparseAutoModel.from_pretrained(small, dtype=torch.float16)
+    assert same_weights(model, want)
+    with pytest.raises(MismatchError, match=r"holds no embed_tokens.weight.*save_compressed=False"):
+        model.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_changed_weights_are_not_rounded_behind_your_back(tmp_path):
+    small = quantized(tmp_path, dialect="compressed-tensors")
+    model = SparseAutoModelForCausalLM.from_pretrained(small)
+    with torch.no_grad():
+        linear(model)[3, 5] = 4
+    with pytest.raises(MismatchError, match=r"q_proj.weight: was changed.*enable\(model"):
+        model.save_pretrained(tmp_path / "again")
+    enable(model, preset="lossless").save_pretrained(tmp_path / "again")
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+    model = SparseAutoModelForCausalLM.from_pretrained(small)
+    (small / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="is gone; pass save_compressed=False"):
+        model.save_pretrained(tmp_path / "thrice")
+
+
+def test_rotated_weights_are_left_to_compressed_tensors(tmp_path):
+    small = quantized(tmp_path, dialect="compressed-tensors")
+    data = json.loads((small / "config.json").read_text())
+    data["quantization_config"]["transform_config"] = {"config_groups": {"R1": {}}}
+    (small / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="were rotated"):
+        SparseAutoModelForCausalLM.from_pretrained(small)
+
+
+ALONE = """
+import sys
+sys.modules["compressed_tensors"] = None
+import torch
+from slimtensors.transformers import SparseAutoModelForCausalLM
+for run_compressed in (False, True):
+    model = SparseAutoModelForCausalLM.from_pretrained(sys.argv[1], run_compressed=run_compressed)
+    print(type(model.model.layers[0].mlp.up_proj.weight).__name__)
+    model.generate(torch.arange(4)[None], max_new_tokens=2)
+"""
+
+
+@pytest.mark.slow
+def test_compressed_tensors_need_not_be_installed(tmp_path):
+    small = quantized(tmp_path, dialect="compressed-tensors")
+    command = [sys.executable, "-c", ALONE, str(small)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["Parameter", "QuantizedTensor"]

@@ -8,8 +8,10 @@ from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
 from slimtensors.folder import holds_sparse_parts
 from slimtensors.integrations.transformers.config import METHOD
+from slimtensors.integrations.transformers.quantized import QUANTIZED
 from slimtensors.integrations.transformers.saving import enable, is_enabled
-from slimtensors.spec import Json
+from slimtensors.quantized_folder.rewrite import COMPRESSED_TENSORS, dtype_of, quantization_of
+from slimtensors.spec import Json, dtype_name
 
 
 class SparseAuto:
@@ -28,9 +30,9 @@ class SparseAuto:
     ) -> Any:
         """Load a model, compressed or not; its `save_pretrained` can compress.
 
-        Also loads sparse folders that compressed-tensors up to 0.14 wrote. With `run_compressed`,
-        linear layers that are stored quantized or sparse stay so in memory. Other options are those
-        of transformers.
+        Also loads folders that compressed-tensors quantized, or up to 0.14 made sparse. With
+        `run_compressed`, linear layers that are stored quantized or sparse stay so in memory. Other
+        options are those of transformers.
         """
         options = _with_our_reader(model_name_or_path, options, run_compressed=run_compressed)
         loaded = cls.auto.from_pretrained(model_name_or_path, *args, **options)
@@ -77,7 +79,13 @@ def _our_section(data: Json) -> Json | None:
         return section
     if holds_sparse_parts(data):
         return {"quant_method": METHOD, "preset": "sparse"}
-    return None
+    sections = {key: data.get(key) for key in ("quantization_config", "compression_config")}
+    before = {key: x for key, x in sections.items() if isinstance(x, dict)}
+    kinds = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
+    if kinds != {COMPRESSED_TENSORS} or quantization_of(before) is None:
+        return None
+    dtype = dtype_name(dtype_of(data))
+    return {"quant_method": METHOD, "preset": QUANTIZED, "dtype": dtype, "before": before}
 
 
 def _sparse(auto: Any) -> type[SparseAuto]:

@@ -6,7 +6,7 @@ from the archive when their turn comes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -27,6 +27,7 @@ from transformers.integrations.accelerate import get_device
 from slimtensors.archive import Archive
 from slimtensors.archive.workers import Workers
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
+from slimtensors.integrations.transformers.quantized import QuantizedFiles
 from slimtensors.tensors import CompressedTensor
 
 _ANY = "^(.+)$"
@@ -41,6 +42,7 @@ class Reader:
         device_map: Mapping[str, Any] | None = None,
         *,
         run_compressed: bool = False,
+        view: Callable[[Archive], Archive | QuantizedFiles] = lambda archive: archive,
     ) -> None:
         self.device_map = device_map
         """Where the parts of the model go, if that is not all one place."""
@@ -54,8 +56,9 @@ class Reader:
                     f"{file}: is missing, but the index names it; get the folder again"
                 )
         self.files = tuple(Path(file) for file in files)
-        self._archive = Archive.of_files(self.files)
-        self._archive.check_whole()
+        archive = Archive.of_files(self.files)
+        archive.check_whole()
+        self._archive = view(archive)
         self._open = ExitStack()
         self._workers = self._open.enter_context(Workers())
         self._used: set[str] = set()

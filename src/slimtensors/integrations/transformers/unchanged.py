@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item
 from slimtensors.dialects import Packed
 from slimtensors.errors import FormatError
+from slimtensors.integrations.transformers.weights import same
 from slimtensors.plan import Encoded
-from slimtensors.spec import Each, as_bytes
+from slimtensors.spec import Each
 from slimtensors.tensors import CompressedTensor
 
 _log = logging.getLogger(__name__)
@@ -40,16 +40,12 @@ def _copied(item: Item, archive: Archive) -> Item:
     if plan is None or archive.spec(name) != item.spec:
         return item
 
-    def is_same(x: object, each: Each) -> bool:
-        if isinstance(x, CompressedTensor):
-            old = archive.load_compressed(name, each)
-            return isinstance(old, CompressedTensor) and torch.equal(old, x)
-        if not plan.is_lossy or not isinstance(x, Tensor):
-            return False
-        return torch.equal(as_bytes(archive.load_one(name, each)), as_bytes(x))
-
     def read(each: Each) -> Tensor | Encoded | Packed | None:
         x = item.read(each)
-        return archive.packed(name) if is_same(x, each) else x
+        is_held = isinstance(x, CompressedTensor)
+        if not isinstance(x, Tensor) or not (is_held or plan.is_lossy):
+            return x
+        old = archive.load_compressed(name, each) if is_held else archive.load_one(name, each)
+        return archive.packed(name) if same(old, x) else x
 
     return replace(item, read=read)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.accelerate import load_offloaded_parameter
@@ -11,7 +12,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from slimtensors.archive.state import Item
 from slimtensors.archive.workers import Workers
 from slimtensors.sparsity import Sparsity, combined, sparsity_of
-from slimtensors.spec import Spec, check_storable, on_cpu
+from slimtensors.spec import Spec, as_bytes, check_storable, on_cpu
 from slimtensors.tensors import CompressedTensor
 
 
@@ -55,6 +56,13 @@ def measured(model: nn.Module) -> Sparsity:
             lambda pair: pair[1].nbytes,
         )
         return combined(results)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two weights are the same bits, dense or in the form in which they run."""
+    if isinstance(a, CompressedTensor) or isinstance(b, CompressedTensor):
+        return type(a) is type(b) and torch.equal(a, b)
+    return Spec.of(a) == Spec.of(b) and torch.equal(as_bytes(a), as_bytes(b))
 
 
 def dense(x: Tensor) -> Tensor:
