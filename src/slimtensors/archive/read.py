@@ -227,6 +227,7 @@ class Archive:
             if isinstance(member, BlobMember):
                 held = compressed(member.encoded(each), each)
                 if held is not None:
+                    member.file.release(member.entry)  # parts that lie there come back when used
                     return held
             return member.load(each)
 

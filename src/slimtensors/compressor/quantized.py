@@ -88,7 +88,7 @@ def dense_state(
         parts = {suffix: state[key_of(layer, suffix)] for suffix in suffixes}
         try:
             scheme = scheme_of(layer, config, modules)
-            dense[key_of(layer, "weight")] = _dense(parts, scheme, config, modules.get(layer))
+            dense[key_of(layer, "weight")] = dense_weight(parts, scheme, config, modules.get(layer))
         except SlimError as error:
             raise type(error)(f"{layer}: {error}") from error
     return dense
@@ -185,17 +185,23 @@ def _only_class(config: QuantizationConfig) -> str | None:
     return next(iter(named), None)
 
 
-def _dense(
+def is_stored_dense(parts: Mapping[str, Tensor]) -> bool:
+    """Tell whether the weight of a layer is there dense, with the scales beside it."""
+    weight = parts.get("weight")
+    return weight is not None and weight.is_floating_point() and weight.element_size() > 1
+
+
+def dense_weight(
     parts: Mapping[str, Tensor],
     scheme: QuantizationScheme,
     config: QuantizationConfig,
     module: nn.Module | None,
 ) -> Tensor:
+    """Return the weight of a layer from its parts, in the shape that its module wants."""
     args = scheme.weights
     assert args is not None, "a scheme was found because it has some"
-    weight = parts.get("weight")
-    if weight is not None and weight.is_floating_point() and weight.element_size() > 1:
-        return weight  # stored dense, with the scales beside it
+    if is_stored_dense(parts):
+        return parts["weight"]
     matrix = formats.find(format_of(scheme, config), version=config.version).decompress(parts, args)
     if module is None:
         return matrix

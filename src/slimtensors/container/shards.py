@@ -114,7 +114,7 @@ class FolderOutput(_Writers):
         """Put the new model in place, then remove what is left of the old one."""
         for writer in self._writers:
             _finish(writer, order, describe)
-        old = _old_files(self._folder)
+        old = old_files(self._folder)
         names = [SINGLE] if len(self._writers) == 1 else self._free_names()
         try:
             self._rename(names, order)
@@ -233,7 +233,8 @@ def _insist(action: Callable[[], None]) -> None:
         raise
 
 
-def _old_files(folder: Path) -> set[str]:
+def old_files(folder: Path) -> set[str]:
+    """Name the files of the model that a folder holds, if it holds one."""
     old = {SINGLE} if (folder / SINGLE).exists() else set()
     if (folder / INDEX).exists():
         old.add(INDEX)

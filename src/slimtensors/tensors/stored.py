@@ -103,13 +103,16 @@ def from_module(
     *,
     inputs: QuantizationArgs | None = None,
     dtype: torch.dtype | None = None,
+    version: str | None = None,
 ) -> QuantizedTensor:
     """Return the weight of a module from the tensors of a compressed-tensors file.
 
     `parts` are named by their suffixes: `weight_packed`, `weight_scale`, …; `dtype` is that of the
-    model, by default the scale's. Packed words and 8-bit codes are not copied.
+    model, by default the scale's; `version` is the release of compressed-tensors that wrote the
+    file. Packed words and 8-bit codes are not copied. Inputs are quantized only where all of their
+    scales are found while the model runs.
     """
-    codes, params = formats.find(format).parse(parts, args)
+    codes, params = formats.find(format, version=version).parse(parts, args)
     shape = tuple(codes.shape)
     kind = kind_for(args)
     words = parts.get("weight_packed")
@@ -117,7 +120,7 @@ def from_module(
         stored = words
     else:
         stored = fused.pack(codes, args, kind)
-    config = QuantizedConfig(args, inputs if inputs is not None and inputs.dynamic else None)
+    config = QuantizedConfig(args, inputs if inputs and inputs.dynamic is True else None)
     scale = params.scale.dtype
     usual = scale if scale.is_floating_point and scale.itemsize > 1 else torch.bfloat16
     return QuantizedTensor.of(stored, params, config, shape=shape, dtype=dtype or usual)

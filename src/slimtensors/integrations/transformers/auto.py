@@ -5,9 +5,13 @@ from typing import Any, ClassVar
 import transformers
 
 from slimtensors.container import StrPath
+from slimtensors.errors import ConfigError
 from slimtensors.folder import holds_sparse_parts
 from slimtensors.integrations.transformers.config import METHOD
+from slimtensors.integrations.transformers.quantized import QUANTIZED
 from slimtensors.integrations.transformers.saving import enable, is_enabled
+from slimtensors.quantized_folder.rewrite import COMPRESSED_TENSORS, dtype_of, quantization_of
+from slimtensors.spec import Json, dtype_name
 
 
 class SparseAuto:
@@ -17,13 +21,20 @@ class SparseAuto:
     """The class of transformers that does the work."""
 
     @classmethod
-    def from_pretrained(cls, model_name_or_path: StrPath, *args: Any, **options: Any) -> Any:
+    def from_pretrained(
+        cls,
+        model_name_or_path: StrPath,
+        *args: Any,
+        run_compressed: bool = False,
+        **options: Any,
+    ) -> Any:
         """Load a model, compressed or not; its `save_pretrained` can compress.
 
-        Also loads sparse folders that compressed-tensors up to 0.14 wrote. Options are those of
-        transformers.
+        Also loads folders that compressed-tensors quantized, or up to 0.14 made sparse. With
+        `run_compressed`, linear layers that are stored quantized or sparse stay so in memory. Other
+        options are those of transformers.
         """
-        options = _with_our_reader(model_name_or_path, options)
+        options = _with_our_reader(model_name_or_path, options, run_compressed=run_compressed)
         loaded = cls.auto.from_pretrained(model_name_or_path, *args, **options)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         if not is_enabled(model):
@@ -36,20 +47,45 @@ class SparseAuto:
         return enable(cls.auto.from_config(config, **options))
 
 
-def _with_our_reader(path: StrPath, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options that make transformers ask us about a sparse folder of compressed-tensors."""
+def _with_our_reader(
+    path: StrPath, options: dict[str, Any], *, run_compressed: bool
+) -> dict[str, Any]:
+    """Return options that make transformers ask us about a folder, if it is one that we read."""
     if "config" in options:
+        if run_compressed:
+            raise ConfigError(
+                "run_compressed: cannot be given together with a config; say it there:"
+                " config.quantization_config['run_compressed'] = True"
+            )
         return options
     config, rest = transformers.AutoConfig.from_pretrained(
         path, return_unused_kwargs=True, **options
     )
-    if not holds_sparse_parts(config.to_dict()):
+    section = _our_section(config.to_dict())
+    if section is None:
+        if run_compressed:
+            raise ConfigError(f"{path}: is not compressed; load it without run_compressed")
         return options
-    for section in ("compression_config", "quantization_config"):
-        if hasattr(config, section):
-            delattr(config, section)
-    config.quantization_config = {"quant_method": METHOD, "preset": "sparse"}
+    if hasattr(config, "compression_config"):
+        del config.compression_config
+    config.quantization_config = section | ({"run_compressed": True} if run_compressed else {})
     return {**rest, "config": config}
+
+
+def _our_section(data: Json) -> Json | None:
+    """Return what `config.json` has to say for us to read the weights; none if others do."""
+    section = data.get("quantization_config")
+    if isinstance(section, dict) and section.get("quant_method") == METHOD:
+        return section
+    if holds_sparse_parts(data):
+        return {"quant_method": METHOD, "preset": "sparse"}
+    sections = {key: data.get(key) for key in ("quantization_config", "compression_config")}
+    before = {key: x for key, x in sections.items() if isinstance(x, dict)}
+    kinds = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
+    if kinds != {COMPRESSED_TENSORS} or quantization_of(before) is None:
+        return None
+    dtype = dtype_name(dtype_of(data))
+    return {"quant_method": METHOD, "preset": QUANTIZED, "dtype": dtype, "before": before}
 
 
 def _sparse(auto: Any) -> type[SparseAuto]:

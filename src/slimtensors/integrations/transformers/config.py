@@ -29,6 +29,7 @@ class SlimConfig(QuantizationConfigMixin):
         codecs: dict[str, int] | None = None,
         bits_per_weight: float | None = None,
         before: Json | None = None,
+        run_compressed: bool = False,
         delta: Json | None = None,
         **unknown: Any,
     ) -> None:
@@ -43,6 +44,7 @@ class SlimConfig(QuantizationConfigMixin):
                 f" library reads up to {VERSION}; upgrade slimtensors"
             )
         known = {"version", "preset", "dtype", "codecs", "bits_per_weight", "before"}
+        known |= {"run_compressed"}
         for key in unknown:
             raise ConfigError(
                 f"config.json: quantization_config: unknown key {key!r}; {nearest(key, known)}"
@@ -54,3 +56,4 @@ class SlimConfig(QuantizationConfigMixin):
         self.codecs = codecs or {}
         self.bits_per_weight = bits_per_weight
         self.before = before or {}
+        self.run_compressed = run_compressed

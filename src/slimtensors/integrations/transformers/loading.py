@@ -6,7 +6,7 @@ from the archive when their turn comes.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -27,6 +27,8 @@ from transformers.integrations.accelerate import get_device
 from slimtensors.archive import Archive
 from slimtensors.archive.workers import Workers
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
+from slimtensors.integrations.transformers.quantized import QuantizedFiles
+from slimtensors.tensors import CompressedTensor
 
 _ANY = "^(.+)$"
 
@@ -34,9 +36,18 @@ _ANY = "^(.+)$"
 class Reader:
     """The compressed files that a model is being loaded from."""
 
-    def __init__(self, files: Sequence[str], device_map: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[str],
+        device_map: Mapping[str, Any] | None = None,
+        *,
+        run_compressed: bool = False,
+        view: Callable[[Archive], Archive | QuantizedFiles] = lambda archive: archive,
+    ) -> None:
         self.device_map = device_map
         """Where the parts of the model go, if that is not all one place."""
+        self.run_compressed = run_compressed
+        """Whether weights of linear layers stay as they are stored."""
         for file in files:
             if not file.endswith(".safetensors"):
                 raise ConfigError(f"{file}: compressed weights are in .safetensors files")
@@ -45,11 +56,13 @@ class Reader:
                     f"{file}: is missing, but the index names it; get the folder again"
                 )
         self.files = tuple(Path(file) for file in files)
-        self._archive = Archive.of_files(self.files)
-        self._archive.check_whole()
+        archive = Archive.of_files(self.files)
+        archive.check_whole()
+        self._archive = view(archive)
         self._open = ExitStack()
         self._workers = self._open.enter_context(Workers())
         self._used: set[str] = set()
+        self._has_compressed = False
 
     @property
     def owners(self) -> Mapping[str, str]:
@@ -69,6 +82,12 @@ class Reader:
             return x
         return x.to(dtype)
 
+    def read_compressed(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """Read a tensor that stays as it is stored, if that is possible; else decode it."""
+        x = self._archive.load_compressed(name, self._workers.each)
+        self._has_compressed |= isinstance(x, CompressedTensor)
+        return x if dtype is None else x.to(dtype)
+
     def finish(self, model: nn.Module) -> None:
         """Let go of the files; raise if the model had no use for any tensor in them."""
         self._open.close()
@@ -77,6 +96,11 @@ class Reader:
             raise MismatchError(
                 f"{self._archive.path}: none of its {len(self._archive)} tensors belongs to a"
                 f" {kind}; load it as one of the 'architectures' that its config.json names"
+            )
+        if self.run_compressed and not self._has_compressed:
+            raise ConfigError(
+                f"{self._archive.path}: no linear layer is stored so that it can run compressed;"
+                " load it without run_compressed"
             )
 
 
@@ -96,6 +120,7 @@ class DecodedConverter(WeightConverter):
         self.dtype: torch.dtype | None = None
         """What floats are to become; transformers says when it asks for a tensor."""
         self._reader = reader
+        self._read = reader.read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = copy(self)  # transformers asks for one per tensor, so it must be cheap
@@ -120,7 +145,7 @@ class DecodedConverter(WeightConverter):
         wanted = {pattern: list(names) for pattern, names in self.collected_tensors.items()}
         self.collected_tensors.clear()
         return {
-            pattern: [self._reader.read(name, self.dtype) for name in names]
+            pattern: [self._read(name, self.dtype) for name in names]
             for pattern, names in wanted.items()
         }
 
@@ -128,6 +153,8 @@ class DecodedConverter(WeightConverter):
         self, layer_name: str, model: Any = None, *, loading_info: Any = None, **options: Any
     ) -> dict[str, Tensor]:
         """Return the weights of the model; those of a wrong shape are reported, not returned."""
+        if self._stays_compressed(layer_name, model):
+            self._read = self._reader.read_compressed
         found = super().convert(layer_name, model=model, loading_info=loading_info, **options)
         fitting = {}
         for name, x in found.items():
@@ -141,6 +168,18 @@ class DecodedConverter(WeightConverter):
                 loading_info.missing_keys.discard(name)
                 loading_info.mismatched_keys.add((name, x.shape, place.shape))
         return fitting | self._tied_on_disk(model, fitting)
+
+    def _stays_compressed(self, name: str, model: Any) -> bool:
+        """Tell whether a weight can be one that is held as it is stored."""
+        if not self._reader.run_compressed or not _is_plain_copy(self):
+            return False
+        places = self._reader.device_map
+        is_on_disk = bool(places) and get_device(places, name) == "disk"
+        layer, _, parameter = name.rpartition(".")
+        is_weight = parameter == "weight" and isinstance(model.get_submodule(layer), nn.Linear)
+        tied = model.all_tied_weights_keys
+        is_tied = name in tied or name in tied.values()
+        return is_weight and not is_tied and not is_on_disk
 
     def _tied_on_disk(self, model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what is tied to weights that go to the disk, where nothing can be tied.
@@ -198,5 +237,8 @@ def originals(transforms: Sequence[WeightTransform]) -> list[WeightTransform]:
 
 
 def _is_ours(transform: WeightTransform) -> bool:
-    operations = getattr(transform, "operations", [])
-    return isinstance(transform, PartsRenaming) or any(isinstance(o, _AsItIs) for o in operations)
+    return isinstance(transform, PartsRenaming) or _is_plain_copy(transform)
+
+
+def _is_plain_copy(transform: WeightTransform) -> bool:
+    return any(isinstance(o, _AsItIs) for o in getattr(transform, "operations", []))

@@ -1,5 +1,6 @@
 """What transformers asks of a storage format: it calls it a quantizer."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 from transformers.quantizers import HfQuantizer, register_quantizer
 
+from slimtensors.archive import Archive
 from slimtensors.errors import ConfigError
 from slimtensors.integrations.transformers.config import METHOD, SlimConfig
 from slimtensors.integrations.transformers.loading import (
@@ -16,7 +18,9 @@ from slimtensors.integrations.transformers.loading import (
     decoded,
     originals,
 )
+from slimtensors.integrations.transformers.quantized import QUANTIZED, QuantizedFiles
 from slimtensors.integrations.transformers.saving import Origin, enable_as
+from slimtensors.quantized_folder.rewrite import COMPRESSED_TENSORS, quantization_of
 from slimtensors.spec import find_dtype
 
 
@@ -33,13 +37,15 @@ class SlimQuantizer(HfQuantizer):
                 "SlimConfig says how a folder is stored and cannot compress one on loading; load"
                 " it plainly, then slimtensors.transformers.enable(model, preset=...)"
             )
+        known = (None, METHOD, COMPRESSED_TENSORS)
         for section in quantization_config.before.values():
-            if isinstance(section, dict) and section.get("quant_method") not in (None, METHOD):
+            if isinstance(section, dict) and section.get("quant_method") not in known:
                 raise ConfigError(
                     f"the weights were quantized ({section['quant_method']}) before they were"
                     " compressed, and only that format's loader knows them; run slimtensors"
                     " decompress and load the result"
                 )
+        self._quantization = quantization_of(quantization_config.before)
         self._reader: Reader | None = None
         self._device_map: dict[str, Any] | None = None
 
@@ -54,7 +60,7 @@ class SlimQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the weights where transformers took it from compressed bytes."""
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and dtype.itemsize > 1:
             return dtype
         if self.quantization_config.dtype is None:
             raise ConfigError("config.json names no dtype; pass dtype= to from_pretrained")
@@ -78,7 +84,12 @@ class SlimQuantizer(HfQuantizer):
         self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
     ) -> nn.Module:
         if checkpoint_files:  # none if the caller brought weights of his own
-            self._reader = Reader(checkpoint_files, self._device_map)
+            self._reader = Reader(
+                checkpoint_files,
+                self._device_map,
+                run_compressed=self.quantization_config.run_compressed,
+                view=self._viewed(model),
+            )
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -89,8 +100,17 @@ class SlimQuantizer(HfQuantizer):
             model._weight_conversions = originals(model._weight_conversions)
             if self._device_map and "disk" in self._device_map.values():
                 model.tie_weights(recompute_mapping=False)  # which are two files on the disk
-        enable_as(model, Origin(self.quantization_config.preset, files))
+        is_quantized = self._quantization is not None
+        preset = QUANTIZED if is_quantized else self.quantization_config.preset
+        enable_as(model, Origin(preset, files, self._quantization))
         return model
+
+    def _viewed(self, model: nn.Module) -> Callable[[Archive], Archive | QuantizedFiles]:
+        """Return what makes of the files those that hold the weights of the model."""
+        config = self._quantization
+        if config is None:
+            return lambda archive: archive
+        return lambda archive: QuantizedFiles(archive, config, model)
 
     def is_serializable(self) -> bool:
         """Say that such a model can be saved."""

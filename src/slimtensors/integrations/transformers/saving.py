@@ -1,7 +1,7 @@
 """Models that write themselves compressed: what `save_pretrained` does once a model is enabled."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from slimtensors import presets
+from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
 from slimtensors.container import INDEX, StrPath, local, note_parameters
@@ -18,10 +19,20 @@ from slimtensors.errors import ConfigError
 from slimtensors.folder import described, edit_config
 from slimtensors.formats import preset_of
 from slimtensors.integrations.transformers import weights
+from slimtensors.integrations.transformers.quantized import (
+    QUANTIZED,
+    QuantizedFiles,
+    check_unchanged,
+    copy_weights,
+    with_sections_of,
+)
 from slimtensors.integrations.transformers.unchanged import unchanged
 from slimtensors.plan import Encoded
+from slimtensors.quantization import QuantizationConfig
 from slimtensors.sparsity import Sparsity, SparsityConfig, parse_section, sparsity_of
 from slimtensors.spec import Each, Json
+from slimtensors.tensors import CompressedTensor, CsrTensor
+from slimtensors.tensors.stored import encoded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,6 +53,8 @@ class Origin:
     preset: str | None = None
     """None: dense."""
     files: tuple[Path, ...] = ()
+    quantization: QuantizationConfig | None = None
+    """How compressed-tensors quantized them, if it did."""
 
 
 def enable(model: Model, *, preset: str | None = None) -> Model:
@@ -117,6 +130,10 @@ class SavePretrained:
         return "sparse" if weights.measured(self._model).share >= _WORTH_TELLING else "lossless"
 
     def _as_ever(self, folder: Path, **options: Any) -> None:
+        given = options.get("state_dict")
+        state = self._model.state_dict() if given is None else given
+        if any(isinstance(x, CompressedTensor) for x in state.values()):
+            options["state_dict"] = {name: weights.dense(x) for name, x in state.items()}
         type(self._model).save_pretrained(self._model, folder, **options)
 
     def _compressed(
@@ -140,10 +157,16 @@ class SavePretrained:
             raise ConfigError(f"{folder}: is a file, not a folder")
         given = self._model.state_dict() if state_dict is None else dict(state_dict)
         items = weights.items(self._model, given, save_original_format=save_original_format)
+        if preset == QUANTIZED:
+            self._as_it_was(folder, items, **options)
+            return None
         found: dict[str, Sparsity] = {}
         items = [_measured(item, found) for item in items]
         if preset == self._origin.preset:
             items = unchanged(items, self._origin.files)
+            items = [_stored_as(item, _codes) for item in items]
+        else:
+            items = [_stored_as(item, weights.dense) for item in items]
         folder.mkdir(parents=True, exist_ok=True)
         # All but the weights goes to a place of its own first: transformers would remove the
         # shards of an older model, which must stay until the new ones are complete.
@@ -164,6 +187,21 @@ class SavePretrained:
             shutil.copytree(others, folder, dirs_exist_ok=True)
         return described_as
 
+    def _as_it_was(self, folder: Path, items: Sequence[Item], **options: Any) -> None:
+        """Copy the weights of the folder that the model came from, if they are still its own."""
+        source, config = self._origin.files[0].parent, self._origin.quantization
+        assert config is not None, "that is what the preset says"
+        if any(not file.exists() for file in self._origin.files):
+            raise ConfigError(f"{source}: is gone; pass save_compressed=False for dense weights")
+        archive = Archive.of_files(self._origin.files)
+        check_unchanged(items, QuantizedFiles(archive, config, self._model))
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder) as others:
+            self._as_ever(Path(others), state_dict={}, **options)
+            edit_config(Path(others), lambda config: with_sections_of(config, source))
+            copy_weights(source, folder)
+            shutil.copytree(others, folder, dirs_exist_ok=True)
+
     def _described_dense(self, folder: Path, is_asked: bool) -> SparsityConfig | None:
         overall = weights.measured(self._model)
         if overall.share < _WORTH_TELLING and not is_asked:
@@ -180,8 +218,23 @@ def _measured(item: Item, found: dict[str, Sparsity]) -> Item:
     def read(each: Each) -> Tensor | Encoded | Packed | None:
         x = item.read(each)
         if isinstance(x, Tensor):
-            found[item.name] = sparsity_of(x)
+            found[item.name] = sparsity_of(weights.dense(x))
         return x
+
+    return replace(item, read=read)
+
+
+def _codes(x: CompressedTensor) -> Tensor | Encoded:
+    is_for_running = isinstance(x, CsrTensor)  # and not to be stored: the preset says how
+    return weights.dense(x) if is_for_running else encoded(x)
+
+
+def _stored_as(item: Item, form: Callable[[CompressedTensor], Tensor | Encoded]) -> Item:
+    """Return an item that `form` makes storable if it is a weight that runs compressed."""
+
+    def read(each: Each) -> Tensor | Encoded | Packed | None:
+        x = item.read(each)
+        return form(x) if isinstance(x, CompressedTensor) else x
 
     return replace(item, read=read)
 

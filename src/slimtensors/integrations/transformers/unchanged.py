@@ -1,25 +1,29 @@
-"""Lossy weights that nobody changed are written as they were: rounding twice would lose twice."""
+"""Weights that nobody changed are written as they were, where writing them anew would differ.
+
+Those are lossy ones, for rounding twice would lose twice, and those that run compressed.
+"""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item
 from slimtensors.dialects import Packed
 from slimtensors.errors import FormatError
+from slimtensors.integrations.transformers.weights import same
 from slimtensors.plan import Encoded
-from slimtensors.spec import Each, as_bytes
+from slimtensors.spec import Each
+from slimtensors.tensors import CompressedTensor
 
 _log = logging.getLogger(__name__)
 
 
 def unchanged(items: Sequence[Item], files: Sequence[Path]) -> list[Item]:
-    """Return `items`, those that are in `files` with a loss to be copied from there if equal."""
+    """Return `items`, those that would else differ to be copied from there if equal."""
     if not files:
         return list(items)
     try:
@@ -33,13 +37,15 @@ def unchanged(items: Sequence[Item], files: Sequence[Path]) -> list[Item]:
 def _copied(item: Item, archive: Archive) -> Item:
     name = item.name
     plan = archive.plan(name) if name in archive else None
-    if plan is None or not plan.is_lossy or archive.spec(name) != item.spec:
+    if plan is None or archive.spec(name) != item.spec:
         return item
 
     def read(each: Each) -> Tensor | Encoded | Packed | None:
         x = item.read(each)
-        old = as_bytes(archive.load_one(name, each))
-        is_same = isinstance(x, Tensor) and torch.equal(old, as_bytes(x))
-        return archive.packed(name) if is_same else x
+        is_held = isinstance(x, CompressedTensor)
+        if not isinstance(x, Tensor) or not (is_held or plan.is_lossy):
+            return x
+        old = archive.load_compressed(name, each) if is_held else archive.load_one(name, each)
+        return archive.packed(name) if same(old, x) else x
 
     return replace(item, read=read)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.accelerate import load_offloaded_parameter
@@ -11,15 +12,22 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from slimtensors.archive.state import Item
 from slimtensors.archive.workers import Workers
 from slimtensors.sparsity import Sparsity, combined, sparsity_of
-from slimtensors.spec import Spec, check_storable, on_cpu
+from slimtensors.spec import Spec, as_bytes, check_storable, on_cpu
+from slimtensors.tensors import CompressedTensor
 
 
 def items(model: Any, given: dict[str, Tensor], *, save_original_format: bool) -> list[Item]:
-    """Return what transformers would write dense, to be read when its turn comes."""
+    """Return what transformers would write dense, to be read when its turn comes.
+
+    Weights that run compressed are read as they are.
+    """
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         given.pop(name, None)
     homes = {id(x): name for name, x in given.items() if x.is_meta}
-    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(given, model)
+    # What runs compressed is never tied, and has no one place in memory to tell it by.
+    held = {name: x for name, x in given.items() if isinstance(x, CompressedTensor)}
+    plain = {name: x for name, x in given.items() if name not in held}
+    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(plain, model) | held
     if save_original_format:
         tensors = revert_weight_conversion(model, tensors)
         if any(x.is_meta and id(x) not in homes for x in tensors.values()):
@@ -30,6 +38,8 @@ def items(model: Any, given: dict[str, Tensor], *, save_original_format: bool) -
     def item(name: str, x: Tensor) -> Item:
         if id(x) in homes:
             return Item(name, Spec.of(x), lambda each: _present(model, homes[id(x)], x))
+        if isinstance(x, CompressedTensor):
+            return Item(name, Spec(x.dtype, tuple(x.shape)), lambda each: x)
         return Item(name, Spec.of(check_storable(name, x)), lambda each: on_cpu(x))
 
     # In the order in which safetensors itself lists them, so that equal models give equal files.
@@ -41,11 +51,23 @@ def measured(model: nn.Module) -> Sparsity:
     """Return how sparse all weights of a model are; tied ones count once."""
     with Workers() as workers:
         results = workers.in_order(
-            lambda pair: sparsity_of(_present(model, *pair)),
+            lambda pair: sparsity_of(dense(_present(model, *pair))),
             list(_weights(model)),
             lambda pair: pair[1].nbytes,
         )
         return combined(results)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two weights are the same bits, dense or in the form in which they run."""
+    if isinstance(a, CompressedTensor) or isinstance(b, CompressedTensor):
+        return type(a) is type(b) and torch.equal(a, b)
+    return Spec.of(a) == Spec.of(b) and torch.equal(as_bytes(a), as_bytes(b))
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return a weight as an ordinary tensor, also if it runs compressed."""
+    return on_cpu(x.dequantize()) if isinstance(x, CompressedTensor) else x
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
