@@ -39,6 +39,7 @@ from slimtensors.quantized_folder.rewrite import (
     Rewrite,
     check_config,
     dtype_of,
+    main_dtype,
     quantization_of,
     without_any_section,
 )
@@ -62,7 +63,7 @@ def convert_folder(
     data = read_config(source, storage_options=how.storage_options)
     with Archive(source, storage_options=how.storage_options) as archive:
         try:
-            config, dtype = quantization_of(data), dtype_of(data, archive)
+            config, dtype = quantization_of(data), dtype_of(data) or main_dtype(archive)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
         if config is not None:

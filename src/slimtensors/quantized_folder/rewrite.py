@@ -72,15 +72,20 @@ def check_config(data: Json, source: StrPath) -> None:
         raise ConfigError(f"{source}: has no config.json, which {COMPRESSED_TENSORS} needs")
 
 
-def dtype_of(data: Json, archive: Archive) -> torch.dtype:
-    """Return the dtype of a model's weights: as its config says, or that of most that are left."""
+def main_dtype(archive: Archive) -> torch.dtype:
+    """Return the dtype of most weights and scales that are left."""
+    sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
+    for spec in map(archive.spec, archive):
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+            sizes[spec.dtype] += spec.nbytes
+    return sizes.most_common(1)[0][0]
+
+
+def dtype_of(data: Json) -> torch.dtype | None:
+    """Return the dtype of a model's weights, if its config says it."""
     said = data.get("dtype") or data.get("torch_dtype")
     if said is None:
-        sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
-        for spec in map(archive.spec, archive):
-            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-                sizes[spec.dtype] += spec.nbytes
-        return sizes.most_common(1)[0][0]
+        return None
     name = str(said).removeprefix("torch.")
     try:
         return find_dtype(name)

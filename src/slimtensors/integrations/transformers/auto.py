@@ -84,8 +84,9 @@ def _our_section(data: Json) -> Json | None:
     kinds = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
     if kinds != {COMPRESSED_TENSORS} or quantization_of(before) is None:
         return None
-    dtype = dtype_name(dtype_of(data))
-    return {"quant_method": METHOD, "preset": QUANTIZED, "dtype": dtype, "before": before}
+    said = dtype_of(data)
+    section = {"quant_method": METHOD, "preset": QUANTIZED, "before": before}
+    return section | ({"dtype": dtype_name(said)} if said else {})
 
 
 def _sparse(auto: Any) -> type[SparseAuto]:
