@@ -29,8 +29,8 @@ from slimtensors import _core
 from slimtensors.codecs import Bins, Huffman
 from slimtensors.codecs.bins import _Stream
 from slimtensors.codecs.huffman import _kind
-from slimtensors.delta import difference
 from slimtensors.memory import empty
+from slimtensors.residual import difference
 from slimtensors.spec import Spec, as_bytes
 
 GOALS = {
