@@ -388,7 +388,7 @@ def holds_sparse_parts(config: Json) -> bool:
 
 def without_section(config: Json) -> Json:
     """Return `config` without what it says about compressed weights."""
-    kept = {key: value for key, value in config.items() if key not in _SECTIONS}
+    kept = without_any_section(config)
     for key in ("quantization_config", "compression_config"):
         section = config.get(key)
         if not isinstance(section, dict):
@@ -403,6 +403,11 @@ def without_section(config: Json) -> Json:
         else:
             kept[key] = section  # the weights are still quantized
     return kept
+
+
+def without_any_section(config: Json) -> Json:
+    """Return a config that says nothing of how weights are stored."""
+    return {key: value for key, value in config.items() if key not in _SECTIONS}
 
 
 _SECTIONS = ("quantization_config", "compression_config", "sparsity_config")

@@ -101,9 +101,7 @@ def encode(plan: Plan, x: Tensor, each: Each = serially) -> Encoded:
 
 def decode(encoded: Encoded, each: Each = serially) -> Tensor:
     """Undo `encode`. Parts that do not fit each other raise `CorruptFileError`."""
-    parts: Parts = {}
-    for name, part in encoded.parts.items():
-        parts[name] = decode(part, each) if isinstance(part, Encoded) else part
+    parts = plain_parts(encoded, each)
     codec = encoded.codec
     chunked = codecs.as_chunked(codec)
     try:
@@ -112,6 +110,12 @@ def decode(encoded: Encoded, each: Each = serially) -> Tensor:
         return codec.decode(parts, encoded.spec)
     except KeyError as error:
         raise CorruptFileError(f"codec {codec.name!r} lacks its part {error}") from error
+
+
+def plain_parts(encoded: Encoded, each: Each = serially) -> Parts:
+    """Return what the outermost codec emitted, its parts decoded."""
+    parts = encoded.parts.items()
+    return {name: decode(p, each) if isinstance(p, Encoded) else p for name, p in parts}
 
 
 def relative_error(plan: Plan, x: Tensor) -> float | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors.codecs.pieces import in_groups, joined, room, times
 from slimtensors.codecs.registry import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.memory import empty
@@ -57,33 +58,33 @@ class Bins:
         items = as_bytes(x)
         widths = _widths(x, kind)
         count = items.numel() // kind.size
-        labels = _bytes(-(-count // min(widths, default=count or 1)))
-        model = _bytes(_core.bins_model_bound(widths))
+        labels = room(-(-count // min(widths, default=count or 1)))
+        model = room(_core.bins_model_bound(widths))
         model = model[: _core.bins_fit(items, *kind.known, widths, labels, model)]
         chunks = -(-count // _CHUNK)
-        groups = _groups(chunks)
-        rows = _bytes(_ROW * chunks)
+        groups = in_groups(chunks, _GROUP)
+        rows = room(_ROW * chunks)
 
         def one(i: int) -> Tensor:
             some = groups[i]
-            piece = items[_times(some, _CHUNK * kind.size)]
+            piece = items[times(some, _CHUNK * kind.size)]
             data = empty(Spec(torch.uint8, (piece.numel(),)))
             first = some.start * _CHUNK
-            row = rows[_times(some, _ROW)]
+            row = rows[times(some, _ROW)]
             used = _core.bins_encode(piece, *kind.known, first, labels, model, row, data)
             return data[:used]
 
         pieces = each(one, len(groups))
         if sum(piece.numel() for piece in pieces) + model.numel() > items.numel():
             model, pieces = model[:0], [items]
-            _core.bins_encode(items, *kind.known, 0, labels, model, rows, _bytes(items.numel()))
+            _core.bins_encode(items, *kind.known, 0, labels, model, rows, room(items.numel()))
         head = np.frombuffer(_HEAD.pack(model.numel()), np.uint8)
-        return {"stream": _join([torch.from_numpy(head.copy()), model, rows, *pieces])}
+        return {"stream": joined([torch.from_numpy(head.copy()), model, rows, *pieces])}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode groups of chunks side by side."""
         stream = _Stream.of(parts, like)
-        groups = _groups(stream.chunks)
+        groups = in_groups(stream.chunks, _GROUP)
         places = stream.places(groups)
         size = places[-1].stop if places else 0
         if size != stream.data.numel():
@@ -92,7 +93,7 @@ class Bins:
         items = as_bytes(out)
 
         def one(i: int) -> None:
-            stream.decode(groups[i], places[i], items[_times(groups[i], _CHUNK * stream.itemsize)])
+            stream.decode(groups[i], places[i], items[times(groups[i], _CHUNK * stream.itemsize)])
 
         each(one, len(groups))
         return out
@@ -192,25 +193,8 @@ class _Stream:
 
     def decode(self, chunks: slice, place: slice, items: Tensor) -> None:
         """Decode consecutive chunks that lie at `place`."""
-        rows, data = self.rows[_times(chunks, _ROW)], self.data[place]
+        rows, data = self.rows[times(chunks, _ROW)], self.data[place]
         try:
             _core.bins_decode(rows, data, self.itemsize, chunks.start * _CHUNK, self.model, items)
         except ValueError as error:
             raise CorruptFileError(str(error)) from error
-
-
-def _times(chunks: slice, size: int) -> slice:
-    return slice(chunks.start * size, chunks.stop * size)
-
-
-def _groups(chunks: int) -> list[slice]:
-    return [slice(i, min(i + _GROUP, chunks)) for i in range(0, chunks, _GROUP)]
-
-
-def _bytes(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def _join(pieces: Sequence[Tensor]) -> Tensor:
-    """Lay pieces end to end; torch.cat would wake its own threads for it."""
-    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))

@@ -1,16 +1,15 @@
 """Masks in as few bits as their rows and columns allow."""
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors.codecs.pieces import joined, room
 from slimtensors.codecs.registry import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.memory import empty
@@ -49,12 +48,12 @@ class Density:
         layout = _Layout.of(Spec.of(x))
         rows, columns, chances = layout.room()
         _core.density_fit(mask, rows, columns, chances)
-        model = _bytes(_core.density_model_bound(len(rows) + len(columns)))
+        model = room(_core.density_model_bound(len(rows) + len(columns)))
         model = model[: _core.density_pack(rows, columns, chances, model)]
 
         def one(i: int) -> Tensor:
             piece = mask[layout.bytes_of(i)]
-            coded = _bytes(piece.numel())
+            coded = room(piece.numel())
             labels = rows[layout.rows_of(i)]
             return coded[: _core.density_encode(piece, labels, columns, chances, coded)]
 
@@ -64,7 +63,7 @@ class Density:
             for i, piece in enumerate(pieces)
         ]
         head = _HEAD.pack(model.numel()) + bytes(model.numpy()) + b"".join(entries)
-        return {"stream": _join([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])}
+        return {"stream": joined([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Read the classes, then decode the chunks on their own."""
@@ -120,7 +119,7 @@ class _Layout:
 
     def room(self) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate the classes of rows, those of columns, and the chances of their pairs."""
-        return _bytes(self.rows), _bytes(8 * self.width), _bytes(_PAIRS)
+        return room(self.rows), room(8 * self.width), room(_PAIRS)
 
     def rows_of(self, chunk: int) -> slice:
         return slice(chunk * self.rows_per_chunk, (chunk + 1) * self.rows_per_chunk)
@@ -140,12 +139,3 @@ def _split(stream: Tensor, chunks: int) -> tuple[Tensor, list[tuple[int, int]], 
         raise CorruptFileError(f"a density stream of {len(raw)} bytes is too short") from error
     end = start + chunks * _ENTRY.size
     return stream[_HEAD.size : start], entries, stream[end:]
-
-
-def _bytes(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def _join(pieces: Sequence[Tensor]) -> Tensor:
-    """Lay pieces end to end; torch.cat would wake its own threads for it."""
-    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))

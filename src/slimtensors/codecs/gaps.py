@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors.codecs.pieces import joined
 from slimtensors.codecs.registry import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.memory import empty
@@ -45,9 +45,7 @@ class Gaps:
         if len(pieces) <= 1:
             return {"tokens": pieces[0] if pieces else mask}
         counts = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32)
-        # not torch.cat, which would wake its own threads
-        tokens = torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
-        return {"tokens": tokens, "counts": counts}
+        return {"tokens": joined(pieces), "counts": counts}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode every chunk on its own."""

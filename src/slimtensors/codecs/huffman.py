@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors.codecs.pieces import in_groups, times
 from slimtensors.codecs.registry import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.memory import empty
@@ -44,7 +45,7 @@ class Huffman:
         chunks = torch.empty((count, columns), dtype=torch.uint32)
         rows = as_bytes(chunks)
         codes = torch.empty(count * kind.code_bytes, dtype=torch.uint8)
-        groups = _groups(count)
+        groups = in_groups(count, _GROUP)
 
         def survey(i: int) -> None:
             some = groups[i]
@@ -84,7 +85,7 @@ class Huffman:
         if chunks.shape[0] <= _GROUP:
             _decode(rows, data, kind, items)
             return out
-        groups = _groups(chunks.shape[0])
+        groups = in_groups(chunks.shape[0], _GROUP)
         places = _places(chunks, groups)
         if places[-1].stop != data.numel():
             raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
@@ -132,13 +133,13 @@ class _Kind:
     # Where the bytes of some chunks lie.
 
     def items(self, chunks: slice) -> slice:
-        return _times(chunks, _CHUNK * self.itemsize)
+        return times(chunks, _CHUNK * self.itemsize)
 
     def codes(self, chunks: slice) -> slice:
-        return _times(chunks, self.code_bytes)
+        return times(chunks, self.code_bytes)
 
     def rows(self, chunks: slice) -> slice:
-        return _times(chunks, 4 * (1 + self.itemsize))
+        return times(chunks, 4 * (1 + self.itemsize))
 
 
 @cache
@@ -148,17 +149,9 @@ def _kind(dtype: torch.dtype) -> _Kind:
     return _Kind(dtype.itemsize, rotated=dtype.is_floating_point and dtype.itemsize > 1)
 
 
-def _times(chunks: slice, size: int) -> slice:
-    return slice(chunks.start * size, chunks.stop * size)
-
-
 def _cut(x: Tensor, part: slice) -> Tensor:
     """Return `x[part]`; most tensors are one group, and slicing costs more than you would think."""
     return x[part] if part.start or part.stop < x.shape[0] else x
-
-
-def _groups(chunks: int) -> list[slice]:
-    return [slice(i, min(i + _GROUP, chunks)) for i in range(0, chunks, _GROUP)]
 
 
 def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:

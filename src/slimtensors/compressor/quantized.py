@@ -65,12 +65,11 @@ def described(model: nn.Module, config: QuantizationConfig) -> QuantizationConfi
         name: replace(group, format=stored.get(name, group.format))
         for name, group in config.config_groups.items()
     }
-    kinds = sorted(set(stored.values()))
     unlisted = [x for x in routers(model) if not is_target(config.ignore, x, ("Linear",))]
     return replace(
         config,
         config_groups=disjoint(groups, layers, patterns),
-        format=kinds[0] if len(kinds) == 1 else formats.MIXED if kinds else "dense",
+        format=formats.of_all(stored.values()),
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=[*config.ignore, *unlisted],
         version=LAYOUT,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimtensors.dialects.member import Packed, plain_piece
 from slimtensors.errors import ConfigError
-from slimtensors.plan import Encoded, Plan, decode, relative_error
+from slimtensors.plan import Encoded, Plan, plain_parts, relative_error
 from slimtensors.quantization import QuantizationType, Quantized, formats
 from slimtensors.quantization.affine import find_params
 from slimtensors.spec import Each
@@ -25,8 +25,7 @@ def packed(name: str, x: Tensor, codec: Quantized, each: Each) -> Packed:
 
 def encoded(name: str, x: Encoded, codec: Quantized, each: Each) -> Packed:
     """Return what is stored of a weight that was rounded before."""
-    plain = {k: decode(p, each) if isinstance(p, Encoded) else p for k, p in x.parts.items()}
-    codes, params = codec.parsed(plain, x.spec.shape[-1])
+    codes, params = codec.parsed(plain_parts(x, each), x.spec.shape[-1])
     parts = formats.find(format_of(codec)).store(codes, params, codec.arguments)
     return _packed(name, parts, codec, None, each)
 

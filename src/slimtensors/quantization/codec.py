@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class Quantized:
         object.__setattr__(self, "args", kept)
         if type(self.packed) is not bool:
             raise ConfigError(f"packed is true or false, not {self.packed!r}")
+
+    @classmethod
+    def in_whole_bytes(cls, args: QuantizationArgs) -> Self:
+        """Return the codec that packs codes only where a byte holds whole ones, to be coded."""
+        return cls(args, packed=args.num_bits in (1, 2, 4))
 
     def encode(self, x: Tensor) -> Parts:
         """Return `q` (codes), `scale`, and `zero_point` or `global_scale` where there is one."""

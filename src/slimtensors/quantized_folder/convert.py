@@ -22,9 +22,10 @@ from slimtensors.folder import (
     decompress_folder,
     read_config,
     with_section,
+    without_any_section,
     without_section,
 )
-from slimtensors.plan import Encoded, Plan, decode
+from slimtensors.plan import Encoded, Plan, decode, plain_parts
 from slimtensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
@@ -41,7 +42,6 @@ from slimtensors.quantized_folder.rewrite import (
     dtype_of,
     main_dtype,
     quantization_of,
-    without_any_section,
 )
 from slimtensors.spec import Each, Json, Spec, dtype_name, serially
 from slimtensors.summary import Summary
@@ -144,7 +144,7 @@ class _Quantized:
         def read(each: Each) -> Tensor | Encoded:
             parts = {s: self.archive.load_one(key_of(layer, s), each) for s in suffixes}
             with self._named(layer):
-                codec = Quantized(args, packed=args.num_bits in (1, 2, 4))
+                codec = Quantized.in_whole_bytes(args)
                 if self.to == "dense":
                     dense = stored.decompress(parts, args, each)
                     if dense.dtype is self.dtype:
@@ -186,8 +186,7 @@ def _to_compressed_tensors(
         encoded = archive.encoded(name, each) if name in codecs else None
         if encoded is None:
             return archive.load_one(name, each)
-        parts = {k: decode(p) if isinstance(p, Encoded) else p for k, p in encoded.parts.items()}
-        codes, params = codecs[name].parsed(parts, encoded.spec.shape[-1])
+        codes, params = codecs[name].parsed(plain_parts(encoded, each), encoded.spec.shape[-1])
         return Quantized(codecs[name].args).encoded(codes, params, encoded.spec.dtype)
 
     def item(name: str) -> Item:
@@ -227,6 +226,6 @@ def _config_of(codecs: Mapping[str, Quantized]) -> QuantizationConfig:
             f"group_{i}": replace(scheme, format=kind)
             for i, (scheme, kind) in enumerate(zip(schemes, kinds, strict=True))
         },
-        format=kinds[0] if len(set(kinds)) == 1 else formats.MIXED,
+        format=formats.of_all(kinds),
         quantization_status=QuantizationStatus.COMPRESSED,
     )

@@ -13,7 +13,7 @@ from slimtensors.codecs import Bitmask, Huffman
 from slimtensors.container import StrPath, place
 from slimtensors.dialects.quantized import format_of as written_format
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.folder import compress_folder, read_config
+from slimtensors.folder import compress_folder, read_config, without_any_section
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice
 from slimtensors.quantization import (
@@ -35,7 +35,6 @@ from slimtensors.quantized_folder.rewrite import (
     Rewrite,
     check_config,
     quantization_of,
-    without_any_section,
 )
 from slimtensors.spec import Json, Spec
 from slimtensors.summary import Summary
@@ -141,7 +140,6 @@ class Layers:
             name: replace(scheme, format=_stored_format(name, scheme, self.config))
             for name, scheme in self.config.config_groups.items()
         }
-        kinds = sorted({str(scheme.format) for scheme in groups.values()})
         layers = {name.removesuffix(".weight"): group for name, group in self.groups.items()}
         unlisted = [layer for layer in self.left if not is_target(self.config.ignore, layer, ())]
         if not any(is_target([OUTPUT], layer, ()) for layer in (*layers, *self.left)):
@@ -151,7 +149,7 @@ class Layers:
             config_groups=disjoint(
                 groups, {x: (group, ("Linear",)) for x, group in layers.items()}
             ),
-            format=kinds[0] if len(kinds) == 1 else formats.MIXED,
+            format=formats.of_all(str(scheme.format) for scheme in groups.values()),
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=[*self.config.ignore, *unlisted],
             version=LAYOUT,
@@ -167,7 +165,7 @@ def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
     q = presets.lossless("q", codec.encode(x)["q"]).plan
     if q is not None and isinstance(q.codec, Bitmask):
         return Plan(codec, {"q": q})
-    return Plan(Quantized(args, packed=args.num_bits in (1, 2, 4)), {"q": Plan(Huffman())})
+    return Plan(Quantized.in_whole_bytes(args), {"q": Plan(Huffman())})
 
 
 def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationConfig) -> str:

@@ -91,9 +91,3 @@ def dtype_of(data: Json) -> torch.dtype | None:
         return find_dtype(name)
     except KeyError:
         raise ConfigError(f"config.json: the dtype {name!r} does not exist") from None
-
-
-def without_any_section(data: Json) -> Json:
-    """Return a config that says nothing of how weights are stored."""
-    sections = ("quantization_config", "compression_config", "sparsity_config")
-    return {key: value for key, value in data.items() if key not in sections}

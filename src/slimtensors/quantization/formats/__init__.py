@@ -1,6 +1,6 @@
 """Formats: how the codes and params of a weight become tensors of a compressed-tensors file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from slimtensors.errors import ConfigError, nearest
@@ -75,4 +75,10 @@ def infer(scheme: Scheme) -> str:
     return "int-quantized" if args.type is QuantizationType.INT else "float-quantized"
 
 
-__all__ = ["MIXED", "Format", "Scheme", "find", "infer", "names"]
+def of_all(stored: Iterable[str]) -> str:
+    """Return what a config says whose groups are stored in these formats."""
+    kinds = set(stored)
+    return MIXED if len(kinds) > 1 else next(iter(kinds), "dense")
+
+
+__all__ = ["MIXED", "Format", "Scheme", "find", "infer", "names", "of_all"]
