@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimtensors.codecs import Bitmask, Dense, Int, register
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
-from slimtensors.plan import Encoded, decode
+from slimtensors.plan import Encoded, decode, plain_parts
 from slimtensors.quantization import formats, fused
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
@@ -130,12 +130,8 @@ def _plain(part: Tensor | Encoded, each: Each) -> Tensor:
     return decode(part, each) if isinstance(part, Encoded) else part
 
 
-def _parts(x: Encoded, each: Each) -> dict[str, Tensor]:
-    return {name: _plain(part, each) for name, part in x.parts.items()}
-
-
 def _sparse(x: Encoded, each: Each) -> CompressedTensor:
-    parts = _parts(x, each)
+    parts = plain_parts(x, each)
     zeros = x.spec.numel - parts["values"].numel()
     if x.spec.dtype in _FLOATS and is_mostly_zero(zeros, x.spec.numel):
         return CsrTensor.of(Bitmask().decode(parts, x.spec))
@@ -146,7 +142,7 @@ def _sparse(x: Encoded, each: Each) -> CompressedTensor:
 
 def _rounded(x: Encoded, each: Each) -> QuantizedTensor | None:
     assert isinstance(x.codec, Int)
-    parts = _parts(x, each)
+    parts = plain_parts(x, each)
     scale = parts["scale"]
     args = QuantizationArgs(x.codec.bits, group_size=-1 if x.codec.per_row else None)
     params = Params(scale.view(-1, 1) if x.codec.per_row else scale)

@@ -5,7 +5,7 @@ of what was loaded writes them.
 """
 
 from slimtensors.folder import compress_folder, decompress_folder
-from slimtensors.integrations.transformers import (
+from slimtensors.integrations.transformers.auto import (
     SparseAutoModel,
     SparseAutoModelForAudioClassification,
     SparseAutoModelForCausalLM,
@@ -24,9 +24,9 @@ from slimtensors.integrations.transformers import (
     SparseAutoModelForSequenceClassification,
     SparseAutoModelForSpeechSeq2Seq,
     SparseAutoModelForTokenClassification,
-    enable,
-    measure_memory,
 )
+from slimtensors.integrations.transformers.peak import measure_memory
+from slimtensors.integrations.transformers.saving import enable
 from slimtensors.transformers import compression
 
 __all__ = [

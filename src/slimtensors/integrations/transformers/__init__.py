@@ -11,52 +11,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError("transformers 5.22 or later", "transformers") from error
 
-from slimtensors.integrations.transformers.auto import (
-    SparseAutoModel,
-    SparseAutoModelForAudioClassification,
-    SparseAutoModelForCausalLM,
-    SparseAutoModelForCTC,
-    SparseAutoModelForDepthEstimation,
-    SparseAutoModelForImageClassification,
-    SparseAutoModelForImageSegmentation,
-    SparseAutoModelForImageTextToText,
-    SparseAutoModelForMaskedLM,
-    SparseAutoModelForMultipleChoice,
-    SparseAutoModelForObjectDetection,
-    SparseAutoModelForPreTraining,
-    SparseAutoModelForQuestionAnswering,
-    SparseAutoModelForSemanticSegmentation,
-    SparseAutoModelForSeq2SeqLM,
-    SparseAutoModelForSequenceClassification,
-    SparseAutoModelForSpeechSeq2Seq,
-    SparseAutoModelForTokenClassification,
-)
 from slimtensors.integrations.transformers.config import SlimConfig
-from slimtensors.integrations.transformers.peak import measure_memory
 from slimtensors.integrations.transformers.quantizer import SlimQuantizer
-from slimtensors.integrations.transformers.saving import enable
 
-__all__ = [
-    "SlimConfig",
-    "SlimQuantizer",
-    "SparseAutoModel",
-    "SparseAutoModelForAudioClassification",
-    "SparseAutoModelForCTC",
-    "SparseAutoModelForCausalLM",
-    "SparseAutoModelForDepthEstimation",
-    "SparseAutoModelForImageClassification",
-    "SparseAutoModelForImageSegmentation",
-    "SparseAutoModelForImageTextToText",
-    "SparseAutoModelForMaskedLM",
-    "SparseAutoModelForMultipleChoice",
-    "SparseAutoModelForObjectDetection",
-    "SparseAutoModelForPreTraining",
-    "SparseAutoModelForQuestionAnswering",
-    "SparseAutoModelForSemanticSegmentation",
-    "SparseAutoModelForSeq2SeqLM",
-    "SparseAutoModelForSequenceClassification",
-    "SparseAutoModelForSpeechSeq2Seq",
-    "SparseAutoModelForTokenClassification",
-    "enable",
-    "measure_memory",
-]
+__all__ = ["SlimConfig", "SlimQuantizer"]
