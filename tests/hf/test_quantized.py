@@ -121,6 +121,28 @@ def test_the_config_can_ask_for_it_too(tmp_path):
     assert isinstance(linear(AutoModelForCausalLM.from_pretrained(small)), QuantizedTensor)
 
 
+def test_what_the_config_asks_for_is_still_asked_for_after_saving(tmp_path):
+    pruned(make("llama")).save_pretrained(tmp_path / "dense")
+    compress_folder(tmp_path / "dense", tmp_path / "small", preset="sparse")
+    config = tmp_path / "small" / "config.json"
+    data = json.loads(config.read_text())
+    data["quantization_config"]["run_compressed"] = True
+    config.write_text(json.dumps(data))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    model.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert saved["quantization_config"] == data["quantization_config"]
+
+
+def test_quantized_weights_are_not_silently_kept_in_larger_shards(tmp_path):
+    model = SparseAutoModelForCausalLM.from_pretrained(
+        quantized(tmp_path, dialect="compressed-tensors")
+    )
+    with pytest.raises(ConfigError, match=r"max_shard_size.*model\.safetensors.*convert"):
+        model.save_pretrained(tmp_path / "again", max_shard_size="20kB")
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_model_that_runs_compressed_takes_another_dtype(tmp_path):
     small = quantized(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from strategies import bits, same_bits, same_tensors
 
 import slimtensors
+from slimtensors.container.source import MappedFile
 from slimtensors.errors import FormatError
 
 INDEX = "model.safetensors.index.json"
@@ -167,3 +168,28 @@ def test_a_blob_can_be_written_again_as_it_is(tmp_path):
     (piece,) = packed.pieces
     assert torch.equal(piece.chunks[0], load_file(path)["x"])
     assert archive.packed("y") is None
+
+
+def test_who_reads_on_has_the_next_pages_fetched_meanwhile(tmp_path, monkeypatch):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(400 << 20)  # a hole, so nothing is written
+    fetched = []
+
+    def note(self, advice, begin, end):
+        fetched.append((advice, begin >> 20, end >> 20))
+
+    monkeypatch.setattr(MappedFile, "_advise", note)
+    file = MappedFile(path)
+    mib = 1 << 20
+    for i in range(0, 200, 10):
+        file.read(i * mib, (i + 10) * mib)
+    reached = 0
+    for _, begin, end in fetched:
+        assert begin == reached, "nothing twice, no gaps"
+        reached = end
+    assert 200 < reached <= 264
+    assert len(fetched) < 10, "a call for several tensors, not one for each"
+    fetched.clear()
+    file.read(350 * mib, 360 * mib)
+    assert fetched == [("MADV_WILLNEED", 350, 360)], "who jumps may not go on from there"

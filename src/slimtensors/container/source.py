@@ -12,6 +12,7 @@ from slimtensors.errors import CorruptFileError, SlimError
 
 _PAGE = mmap.PAGESIZE
 _LARGE = 1 << 20
+_AHEAD = 64 << 20
 
 
 class Source(Protocol):
@@ -42,12 +43,29 @@ class MappedFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes = memoryview(self._map)
         self._small = 0
+        self._last = self._fetched = 0
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return a view of the mapped bytes."""
         if end - begin >= _LARGE:
-            self._advise("MADV_WILLNEED", begin, end)
+            self._fetch(begin, end)
         return self._bytes[begin:end]
+
+    def _fetch(self, begin: int, end: int) -> None:
+        """Have these pages fetched; for who reads on from where he was, those that come next too.
+
+        The disk then works while they are decoded.
+        """
+        reads_on = abs(begin - self._last) < _AHEAD  # threads side by side come in any order
+        self._last = end
+        if not reads_on:
+            self._fetched = begin
+        elif self._fetched - end >= _AHEAD // 2:
+            return
+        start, stop = max(begin, self._fetched), min(end + _AHEAD * reads_on, self.size)
+        if start < stop:
+            self._advise("MADV_WILLNEED", start, stop)
+            self._fetched = stop
 
     def release(self, begin: int, end: int) -> None:
         """Give the pages back; those of small ranges together, once they add up."""

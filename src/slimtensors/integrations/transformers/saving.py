@@ -13,10 +13,10 @@ from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
-from slimtensors.container import INDEX, StrPath, local, note_parameters
+from slimtensors.container import INDEX, StrPath, local, note_parameters, parse_size
 from slimtensors.dialects import Packed
 from slimtensors.errors import ConfigError
-from slimtensors.folder import described, edit_config
+from slimtensors.folder import described, edit_config, read_config
 from slimtensors.formats import preset_of
 from slimtensors.integrations.transformers import weights
 from slimtensors.integrations.transformers.quantized import (
@@ -158,7 +158,7 @@ class SavePretrained:
         given = self._model.state_dict() if state_dict is None else dict(state_dict)
         items = weights.items(self._model, given, save_original_format=save_original_format)
         if preset == QUANTIZED:
-            self._as_it_was(folder, items, **options)
+            self._as_it_was(folder, items, parse_size(max_shard_size), **options)
             return None
         found: dict[str, Sparsity] = {}
         items = [_measured(item, found) for item in items]
@@ -182,18 +182,37 @@ class SavePretrained:
             note_parameters(folder / INDEX, summary.items)
             described_as = _edited(
                 Path(others),
-                lambda config: described(config, summary, found, preset=preset, dialect="slim"),
+                lambda config: self._as_chosen(
+                    described(config, summary, found, preset=preset, dialect="slim")
+                ),
             )
             shutil.copytree(others, folder, dirs_exist_ok=True)
         return described_as
 
-    def _as_it_was(self, folder: Path, items: Sequence[Item], **options: Any) -> None:
+    def _as_chosen(self, config: Json) -> Json:
+        """Return `config` with the choice of `run_compressed` that stood where the model was."""
+        section = config.get("quantization_config")
+        if section and self._origin.files and (source := self._origin.files[0].parent).is_dir():
+            before = read_config(source).get("quantization_config", {})
+            section |= {key: before[key] for key in ("run_compressed",) if key in before}
+        return config
+
+    def _as_it_was(
+        self, folder: Path, items: Sequence[Item], limit: int | None, **options: Any
+    ) -> None:
         """Copy the weights of the folder that the model came from, if they are still its own."""
         source, config = self._origin.files[0].parent, self._origin.quantization
         assert config is not None, "that is what the preset says"
         if any(not file.exists() for file in self._origin.files):
             raise ConfigError(f"{source}: is gone; pass save_compressed=False for dense weights")
         archive = Archive.of_files(self._origin.files)
+        for file in self._origin.files:
+            is_divisible = len(archive.shards().get(file.name, ())) > 1
+            if is_divisible and limit is not None and file.stat().st_size > limit:
+                raise ConfigError(
+                    f"max_shard_size: quantized weights are copied as they are, and {file} is"
+                    " larger; slimtensors convert writes them in other shards"
+                )
         check_unchanged(items, QuantizedFiles(archive, config, self._model))
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".", dir=folder) as others:
