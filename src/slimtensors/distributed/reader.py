@@ -19,6 +19,7 @@ from slimtensors.distributed.cores import threads_here
 from slimtensors.distributed.metadata import to_metadata
 from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError, MismatchError
+from slimtensors.spec import fill
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class StorageReader(Reader):
                 for box, target in job.targets:
                     part = box.overlap(job.piece)
                     assert part is not None
-                    part.of(target, box).copy_(part.of(x, job.piece))
+                    fill(part.of(target, box), part.of(x, job.piece))
 
             deque(workers.in_order(one, jobs.values(), lambda job: job.bytes), maxlen=0)
         for item, target in tensors:

@@ -17,7 +17,7 @@ from slimtensors.distributed.manifest import Chunk, is_distributed, read_manifes
 from slimtensors.distributed.share import piece_name, piece_place, rank_tree
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError
 from slimtensors.memory import empty
-from slimtensors.spec import Each, Spec, serially
+from slimtensors.spec import Each, Spec, fill, serially
 from slimtensors.tree import unflatten
 
 _CACHED = 64 << 20
@@ -75,7 +75,7 @@ class StoredShards:
                     out = empty(Spec(tensor.spec.dtype, box.shape))
                 part = piece.overlap(common)
                 assert part is not None
-                part.of(out, box).copy_(part.of(x, piece))
+                fill(part.of(out, box), part.of(x, piece))
         return out if out is not None else empty(Spec(tensor.spec.dtype, box.shape))
 
     def chunk(self, name: str, at: tuple[int, ...], hint: int | None) -> Chunk:

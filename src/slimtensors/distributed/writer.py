@@ -44,6 +44,7 @@ class _Offer:
     profile: str
     base: str | None
     """The run of the base."""
+    piece_bytes: int
 
 
 class StorageWriter(Writer):
@@ -54,7 +55,8 @@ class StorageWriter(Writer):
     stored. `profile` and `lossy` say what may be rounded, as in `slimtensors.checkpoint`.
 
     The checkpoint is complete or absent: an existing one is refused, or replaced once the new one
-    is complete if `overwrite`.
+    is complete if `overwrite`. `piece_bytes` are stored together: a rank that needs one row of them
+    decodes them all.
     """
 
     def __init__(
@@ -66,14 +68,18 @@ class StorageWriter(Writer):
         lossy: Filter | None = None,
         base: StrPath | None = None,
         overwrite: bool = False,
+        piece_bytes: int = PIECE,
         threads: int | None = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = path
+        self._piece_bytes = piece_bytes
         self._preset, self._profile, self._lossy = preset, find_profile(profile), lossy
         self._base_path, self._overwrite, self._threads = base, overwrite, threads
         self._base: StoredShards | None = None
         self._pending: Pending | None = None
+        if piece_bytes < 1:
+            raise ConfigError(f"piece_bytes must be at least 1, got {piece_bytes}")
         if self._profile.is_model_only:
             raise ConfigError(f"profile {self._profile.name!r}: save only the model instead")
         if lossy is not None and self._profile.is_exact:
@@ -109,6 +115,7 @@ class StorageWriter(Writer):
             self._preset if isinstance(self._preset, str) else "own",
             self._profile.name,
             self._base.manifest.run if self._base else None,
+            self._piece_bytes,
         )
         return replace(plan, storage_data=offer)
 
@@ -150,6 +157,7 @@ class StorageWriter(Writer):
             tensors=tensors,
             objects=objects,
             base=Base(base.folder.name, base.manifest.run) if base else None,
+            piece_bytes=self._piece_bytes,
             errors=_largest_errors(results),
             kept_exact={name: item.note for name, item in written.items() if item.note},
         )
@@ -174,7 +182,7 @@ class StorageWriter(Writer):
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         saved = save_share(
             order,
-            [piece for item in tensors for piece in _pieces(item, plan, planner)],
+            [x for item in tensors for x in _pieces(item, plan, planner, self._piece_bytes)],
             {item.index.fqn: _value(item, planner) for item in objects},
             how=How(self._profile, self._lossy, self._base),
             preset=self._preset,
@@ -209,7 +217,7 @@ def _abouts(plan: SavePlan) -> Iterator[About]:
             yield describe(item.index.fqn, _spec(item), _keys(plan, item.index.fqn))
 
 
-def _pieces(item: WriteItem, plan: SavePlan, planner: SavePlanner) -> Iterator[Piece]:
+def _pieces(item: WriteItem, plan: SavePlan, planner: SavePlanner, limit: int) -> Iterator[Piece]:
     """Yield what a rank has of a tensor, in pieces that share its memory."""
     assert item.tensor_data is not None
     name, chunk = item.index.fqn, item.tensor_data.chunk
@@ -218,7 +226,7 @@ def _pieces(item: WriteItem, plan: SavePlan, planner: SavePlanner) -> Iterator[P
     if tuple(x.shape) != box.shape:
         raise MismatchError(f"{name}: {tuple(x.shape)} to write, {box.shape} was planned")
     spec, path = Spec(x.dtype, tuple(item.tensor_data.size)), _keys(plan, name)
-    for part in pieces(box, x.dtype, PIECE):
+    for part in pieces(box, x.dtype, limit):
         yield Piece(name, spec, path, part, part.of(x, box))
 
 
@@ -230,6 +238,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
         return planner.lookup_object(item.index)
     raw = planner.resolve_data(item)
     assert isinstance(raw, io.BytesIO)
+    raw.seek(0)
     try:
         return torch.load(raw, weights_only=True)
     except Exception as error:
