@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _NAME, _VERSION = "stream.slimtensors", "1"
 _FRAME = 1 << 20
 """Bytes that are coded together: a multiple of what torch.save aligns tensors to."""
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 14
+"""Bytes that are coded in every way to see which is smallest."""
 _HEAD = struct.Struct("<4sBIII")
 """Magic, item size (0: plain, 255: the end), bytes of content, bytes that follow, CRC-32C."""
 _MAGIC = b"SLMF"
@@ -72,6 +73,8 @@ def stream_registry() -> ExtensionRegistry:
 class _Coder(io.RawIOBase):
     def __init__(self, output: IO[bytes]) -> None:
         self._output, self._held, self._total = output, bytearray(), 0
+        self._size: int | None = None
+        """By which the last frame was coded; most streams are one tensor."""
 
     def writable(self) -> bool:
         return True
@@ -105,7 +108,11 @@ class _Coder(io.RawIOBase):
 
     def _put(self, raw: bytes | memoryview) -> None:
         self._total += len(raw)
-        size, coded = _coded(raw)
+        size = self._size or _best_size(raw)
+        coded = _code(raw, size)
+        self._size = size if len(coded) < len(raw) else None
+        if self._size is None:
+            size, coded = _PLAIN, bytes(raw)
         self._frame(size, len(raw), coded)
 
     def _frame(self, size: int, count: int, content: bytes) -> None:
@@ -172,13 +179,11 @@ def _seal(size: int, count: int, content: bytes) -> int:
     return _core.crc32c(content, _core.crc32c(_HEAD.pack(_MAGIC, size, count, len(content), 0)))
 
 
-def _coded(raw: bytes | memoryview) -> tuple[int, bytes]:
-    """Return the item size by which bytes are coded, and the code; 0 and the bytes if larger."""
+def _best_size(raw: bytes | memoryview) -> int:
+    """Return the item size by which some of the bytes get smallest."""
     middle = len(raw) // 2 // _SAMPLE * _SAMPLE
     sample = bytes(raw[middle : middle + _SAMPLE])
-    best = min(_DTYPES, key=lambda size: len(_code(sample, size)))
-    coded = _code(raw, best)
-    return (best, coded) if len(coded) < len(raw) else (_PLAIN, bytes(raw))
+    return min(_DTYPES, key=lambda size: len(_code(sample, size)))
 
 
 def _code(raw: bytes | memoryview, size: int) -> bytes:
