@@ -1,5 +1,6 @@
 """Checkpoints of one process: what they hold, how they are written, what is refused."""
 
+import copy
 import gc
 import json
 
@@ -56,6 +57,26 @@ def test_a_difference_comes_back_exactly_and_is_small(runs):
     assert same_states(load(runs / "second", want), want)
     first, second = (sum(read_manifest(runs / n).files.values()) for n in ("first", "second"))
     assert second < 0.75 * first
+    entries = slimtensors.open(runs / "second" / "rank-00000.safetensors").delta["checkpoint"]
+    kinds = {name.rpartition("@")[0]: entry["as"] for name, entry in entries.items()}
+    assert kinds["tensors.model.bias"] == "same"
+    assert kinds["tensors.model.wide"] in ("difference", "by-exponent")
+    moments = [e for name, e in entries.items() if "exp_avg_sq" in name]
+    assert {e["times"] for e in moments} == {0.99**5}
+
+
+def test_many_small_tensors_take_little_more_than_themselves(tmp_path):
+    save({f"layer.{i}": torch.randn(4) for i in range(1000)}, tmp_path / "a")
+    assert sum(path.stat().st_size for path in (tmp_path / "a").iterdir()) < 500 * 1000
+
+
+def test_a_writer_can_go_to_another_process(runs, tmp_path):
+    writer = StorageWriter(runs / "sent", base=runs / "first")
+    dcp.save(later(state()), storage_writer=writer, no_dist=True)
+    again = copy.deepcopy(writer)  # what cannot be copied cannot be sent
+    again.reset(runs / "received")
+    dcp.save(later(state()), storage_writer=again, no_dist=True)
+    assert same_states(load(runs / "received", state()), later(state()))
 
 
 def test_metadata_is_json_and_nothing_is_pickled(runs):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ranks.one import SINGLE
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from slimtensors.distributed import SlimStream, stream_registry
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
@@ -54,7 +55,7 @@ def floats(count, seed=0):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from([0, 1, 3, 100, FRAME - 1, FRAME, FRAME + 5, 2 * FRAME + 77]),
+    st.sampled_from([1, 3, 100, FRAME - 1, FRAME, FRAME + 5, 2 * FRAME + 77]),
     st.lists(st.integers(1, 700_000), min_size=1, max_size=3),
     st.integers(0, 3),
 )
@@ -107,6 +108,16 @@ def test_a_frame_that_was_taken_out_is_found():
     assert one[:end] == two[:end]
     with pytest.raises(CorruptFileError, match="frames are missing"):
         decoded(two[end:])
+
+
+def test_a_format_that_torch_does_not_pass_through_it_is_refused(tmp_path):
+    writer = dcp.FileSystemWriter(
+        tmp_path / "a",
+        _extensions=[SlimStream()],
+        serialization_format=SerializationFormat.SAFETENSORS,
+    )
+    with pytest.raises(CheckpointException, match="torch passes by"):
+        dcp.save({"w": torch.randn(30, 30)}, storage_writer=writer, no_dist=True)
 
 
 def test_another_version_is_refused():

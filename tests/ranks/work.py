@@ -39,10 +39,12 @@ class Net(nn.Module):
         self.up = nn.Linear(64, 9001)
         self.down = nn.Linear(9001, 64)
         self.norm = nn.LayerNorm(64)
+        self.gain = nn.Parameter(torch.ones(1))  # of which all ranks but one hold nothing
 
     def forward(self, x):
         h = self.words(x)
-        return self.norm(h + self.down(torch.tanh(self.up(h)))) @ self.words.weight.T
+        h = self.gain * self.norm(h + self.down(torch.tanh(self.up(h))))
+        return h @ self.words.weight.T
 
 
 class Training:

@@ -2,6 +2,8 @@
 
 import os
 
+from slimtensors.archive.workers import cores
+
 
 def threads_here(threads: int | None) -> int | None:
     """Return `threads`, or this rank's part of the cores if torchrun says how many ranks there are.
@@ -11,4 +13,4 @@ def threads_here(threads: int | None) -> int | None:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if threads is not None or not ranks.isdigit() or int(ranks) < 2:
         return threads
-    return max(1, len(os.sched_getaffinity(0)) // int(ranks))
+    return max(1, cores() // int(ranks))

@@ -54,7 +54,7 @@ class StorageReader(Reader):
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes that this rank has decoded since `reset`, to see what another layout costs."""
+        """Bytes that this rank decoded in the last load, to see what another layout costs."""
         return self._stored.decoded_bytes if self._stored else 0
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:

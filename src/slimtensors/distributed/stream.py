@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 
 from slimtensors import _core
 from slimtensors.codecs import Huffman
-from slimtensors.errors import CorruptFileError, UnsupportedVersionError
+from slimtensors.errors import ConfigError, CorruptFileError, UnsupportedVersionError
 from slimtensors.spec import Parts, Spec, as_bytes
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class _Coder(io.RawIOBase):
         finally:
             super().close()
             self._output.close()
+        if not self._total:
+            raise ConfigError("nothing came: with SerializationFormat.SAFETENSORS torch passes by")
 
     def _put(self, raw: bytes | memoryview) -> None:
         self._total += len(raw)

@@ -77,6 +77,7 @@ class StorageWriter(Writer):
         self._preset, self._profile, self._lossy = preset, find_profile(profile), lossy
         self._base_path, self._overwrite, self._threads = base, overwrite, threads
         self._base: StoredShards | None = None
+        self._base_label: Base | None = None
         self._pending: Pending | None = None
         if piece_bytes < 1:
             raise ConfigError(f"piece_bytes must be at least 1, got {piece_bytes}")
@@ -102,19 +103,20 @@ class StorageWriter(Writer):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say with the plan how this rank would store it."""
         target = real_path(self._path())
-        self._base = None
+        self._base = self._base_label = None
         if self._base_path is not None:
             home = real_path(self._base_path)
             if home.parent != target.parent or home == target:
                 raise ConfigError(f"{home}: a base is another checkpoint in the same folder")
             self._base = StoredShards(home)
+            self._base_label = Base(home.name, self._base.manifest.run)
         offer = _Offer(
             VERSION,
             version("slimtensors"),
             str(target),
             self._preset if isinstance(self._preset, str) else "own",
             self._profile.name,
-            self._base.manifest.run if self._base else None,
+            self._base_label.run if self._base_label else None,
             self._piece_bytes,
         )
         return replace(plan, storage_data=offer)
@@ -136,11 +138,12 @@ class StorageWriter(Writer):
         """Write the file of this rank."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
+        self._base = None
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that all of it was written, describe it, and give the folder its name."""
-        pending, base = self._pending, self._base
+        pending = self._pending
         assert pending is not None
         tensors, objects, files = stored_tables(metadata, results)
         for name, size in files.items():
@@ -156,7 +159,7 @@ class StorageWriter(Writer):
             files=files,
             tensors=tensors,
             objects=objects,
-            base=Base(base.folder.name, base.manifest.run) if base else None,
+            base=self._base_label,
             piece_bytes=self._piece_bytes,
             errors=_largest_errors(results),
             kept_exact={name: item.note for name, item in written.items() if item.note},
@@ -177,7 +180,10 @@ class StorageWriter(Writer):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         order = plan.storage_data
         if not order.folder.is_dir():
-            raise ConfigError(f"{order.folder}: is gone; another save to the same place has begun")
+            raise ConfigError(
+                f"{order.folder}: is not there: another save to the same place has begun, or the"
+                " ranks do not share this disk"
+            )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         saved = save_share(
