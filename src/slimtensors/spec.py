@@ -137,6 +137,14 @@ def as_bytes(x: Tensor) -> Tensor:
     return x if x.dtype is torch.uint8 else x.view(torch.uint8)
 
 
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy all items, cast if the dtypes differ."""
+    if target.dtype == source.dtype:  # as words: some dtypes have no copy kernel
+        words = _WORDS[source.element_size()]
+        target, source = target.view(words), source.view(words)
+    target.copy_(source)
+
+
 def allocate(spec: Spec) -> Tensor:
     """Return a tensor of this kind with any content."""
     if spec.dtype is torch.complex32:  # torch warns whoever asks for one

@@ -23,7 +23,7 @@ LAYERS = [
     *["summary", "dialects"],
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
-    *["checkpoint", "torchao", "integrations", "transformers"],
+    *["checkpoint", "distributed", "torchao", "integrations", "transformers"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

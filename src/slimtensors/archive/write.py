@@ -1,5 +1,6 @@
 """Write archives: save, or tell what saving would give."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,8 @@ from slimtensors.presets import Choice, Chooser
 from slimtensors.spec import Each, dtype_name
 from slimtensors.summary import Stored, Summary
 
+_DESCRIBED = 256
+"""Bytes that say how a tensor differs from another one."""
 _ALIGN = 64
 """What torch aligns memory to, and some kernels expect."""
 
@@ -202,13 +205,18 @@ def _size(pieces: Sequence[Piece]) -> int:
 
 def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
     # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
-    # dialect makes of one. An estimate that is too low costs time, one too high a few bytes.
+    # dialect makes of one; the outline of the rest, as text in text; and as much for each tensor
+    # that is a difference as most need. Too low an estimate costs time, too high a few bytes.
     digits = len(str(sum(item.spec.nbytes for item in state.items)))
     text = sum(
         2 * len(item.name.encode()) + 2 * digits + 64 + 8 * len(item.spec.shape)
         for item in state.items
     )
     reserve = 256 + text * how.parts
+    if state.tree is not None:
+        reserve += len(json.dumps(json.dumps(state.tree)))
+    if state.delta is not None:
+        reserve += sum(len(item.name.encode()) + _DESCRIBED for item in state.items)
     if any(item.runs_from_file for item in state.items):
         reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from slimtensors.checkpoint.entries import (
 )
 from slimtensors.checkpoint.precision import in_steps, seed_of, with_bits
 from slimtensors.checkpoint.profiles import Profile
-from slimtensors.checkpoint.reading import StoredState
 from slimtensors.checkpoint.roles import FIRST, SECOND, WEIGHTS, About
 from slimtensors.delta import cost, digest
 from slimtensors.plan import norm, relative_distance
@@ -32,17 +31,34 @@ _BITS = 7
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class BaseTensors(Protocol):
+    """The tensors of a checkpoint that others may be told from."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def spec(self, name: str) -> Spec:
+        """Return dtype and shape of a tensor."""
+        ...
+
+    def load(self, name: str, each: Each) -> Tensor:
+        """Read and decode a tensor."""
+        ...
+
+
 @dataclass(frozen=True)
 class Coding:
     """How the tensors of a state are to be stored."""
 
     tensors: Mapping[str, Tensor]
     abouts: Mapping[str, About]
-    whole: Mapping[str, Any]
+    step: object
+    """A seed of random numbers; other ones at other steps."""
+    decay: Callable[[About], float]
+    """Returns what a second moment has been multiplied by since the base was saved."""
     profile: Profile
     allowed: Collection[str]
     """Names of the tensors that the profile may touch."""
-    base: StoredState | None
+    base: BaseTensors | None
     errors: dict[str, float]
     """Relative RMS error of each tensor that was rounded; filled as they are written."""
     kept_exact: dict[str, str]
@@ -103,7 +119,7 @@ class Coding:
         """Store all bits: as a difference, or in the order of the second moment, or as it is."""
         if FIRST in about.roles:
             return self._by_second(about, x, Entry(WHOLE, Spec.of(x)))
-        times = self._decay(about) if y is not None and SECOND in about.roles else 1.0
+        times = self.decay(about) if y is not None and SECOND in about.roles else 1.0
         return self._difference(about.name, x, y, Entry(WHOLE, Spec.of(x), times=times), each)
 
     def _difference(
@@ -147,7 +163,7 @@ class Coding:
         bits = (profile.second_bits if is_second else profile.weight_bits) or _BITS
         seed = self._seed(about) if is_second else None
         short = with_bits(x, bits, seed)
-        times = self._decay(about) if is_second and y is not None else 1.0
+        times = self.decay(about) if is_second and y is not None else 1.0
         entry = Entry(WHOLE, spec, bits=bits, seed=seed, times=times)
         entry, r = self._difference(about.name, short, y, entry, each)
         return entry, r, y
@@ -181,39 +197,13 @@ class Coding:
         return with_bits(x, self.profile.second_bits or _BITS, self._seed(sibling)).to(x.dtype)
 
     def _seed(self, about: About) -> int:
-        return seed_of(about.name, self.whole.get("step"))
+        return seed_of(about.name, self.step)
 
     def _base_tensor(self, name: str, spec: Spec, each: Each) -> Tensor | None:
         if self.base is None or name not in self.base or self.base.spec(name) != spec:
             return None
         return self.base.load(name, each)
 
-    def _decay(self, about: About) -> float:
-        """Return what a second moment has been multiplied by since the base was saved."""
-        now = self.tensors.get(about.sibling("step"))
-        then = self._base_tensor(about.sibling("step"), Spec(torch.float32, ()), serially)
-        beta = _second_beta(self.whole, about.owner)
-        if now is None or then is None or beta is None or now.dim():
-            return 1.0
-        return float(beta ** max(0.0, float(now) - float(then)))
-
 
 def _cost(name: str) -> Callable[[Tensor], float]:
     return lambda x: cost(name, x, presets.lossless)
-
-
-def _second_beta(whole: Mapping[str, Any], owner: str) -> float | None:
-    """Find the beta2 of a parameter's group, `owner` being as in `optimizer.state.3`."""
-    *path, _, index = owner.split(".")
-    place: Any = whole
-    for key in path:
-        if isinstance(place, list) and key.isdigit() and int(key) < len(place):
-            place = place[int(key)]
-        else:
-            place = place.get(key) if isinstance(place, dict) else None
-    groups = place.get("param_groups") if isinstance(place, dict) else None
-    for group in groups if isinstance(groups, list) else []:
-        betas = group.get("betas")
-        if int(index) in group["params"] and isinstance(betas, tuple | list):
-            return float(betas[1])
-    return None

@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all."""
 
+import ctypes
 import errno
 import os
 import secrets
@@ -22,29 +23,36 @@ def new_folder(path: StrPath) -> Iterator[Path]:
     An empty folder may be there already; a checkpoint is never written over another one.
     """
     target = Path(os.path.realpath(local(path)))
-    _check_free(target)
+    check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = _hidden(target)
+    folder = hidden(target)
     folder.mkdir()
     try:
         yield folder
-        sync_folder(folder)
-        try:
-            folder.rename(target)  # over an empty folder too, in one step
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise ConfigError(f"{target}: somebody else has saved there meanwhile") from error
-        sync_folder(target.parent)
+        place_folder(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def place_folder(folder: Path, target: Path) -> None:
+    """Give a complete folder its name, which none but an empty folder may have."""
+    sync_folder(folder)
+    try:
+        folder.rename(target)  # over an empty folder too, in one step
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise ConfigError(f"{target}: somebody else has saved there meanwhile") from error
+    sync_folder(target.parent)
+
+
 def replace_folder(new: Path, old: Path) -> None:
     """Give a complete folder the name of another one, which then disappears."""
-    gone = _hidden(old)
-    old.rename(gone)
-    new.rename(old)
+    gone = new
+    if not _exchange(new, old):
+        gone = hidden(old)
+        old.rename(gone)
+        new.rename(old)
     sync_folder(old.parent)
     shutil.rmtree(gone)
 
@@ -59,7 +67,7 @@ def write_file(path: Path, raw: bytes) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder: it loses its name in one step, then its content."""
-    gone = _hidden(path)
+    gone = hidden(path)
     path.rename(gone)
     sync_folder(path.parent)
     shutil.rmtree(gone)
@@ -70,11 +78,20 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name.endswith(MARK) and path.is_dir())
 
 
-def _hidden(path: Path) -> Path:
+def hidden(path: Path) -> Path:
+    """Return a new name, beside `path`, for a folder that is not complete."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{MARK}")
 
 
-def _check_free(target: Path) -> None:
+def _exchange(a: Path, b: Path) -> bool:
+    """Give two folders each other's names in one step; tell whether the system could."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(a), here, os.fsencode(b), both) == 0
+
+
+def check_free(target: Path) -> None:
+    """Raise unless a folder of this name may be made: nothing is there, or an empty one."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -13,6 +13,7 @@ from slimtensors.archive.state import State, given
 from slimtensors.archive.write import write
 from slimtensors.checkpoint.coding import Coding
 from slimtensors.checkpoint.commit import new_folder, write_file
+from slimtensors.checkpoint.decay import decay_since
 from slimtensors.checkpoint.filters import WEIGHT_MATRICES, Filter, chosen
 from slimtensors.checkpoint.manifest import (
     STATE,
@@ -135,7 +136,10 @@ def save_flat(
     abouts = describe(state.tensors, state.whole)
     allowed = chosen(lossy, abouts) if lossy is not None else set(abouts)
     before = _opened_base(base, path) if base is not None else None
-    coding = Coding(state.tensors, abouts, state.whole, how, allowed, before, {}, {})
+    decay = decay_since(before, state.tensors, state.whole)
+    coding = Coding(
+        state.tensors, abouts, state.whole.get("step"), decay, how, allowed, before, {}, {}
+    )
     labels = _How(
         "lossless-max",
         how.name,

@@ -29,7 +29,7 @@ class StoredState:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self._archive = Archive(folder / STATE)
-        self._entries, self.tied = _parsed(self._archive)
+        self._entries, self.tied = stored_entries(self._archive)
         self._base_folder = base
         self._base: StoredState | None = None
         if self.manifest.base is not None:
@@ -122,7 +122,7 @@ class StoredState:
         return y
 
 
-def _parsed(archive: Archive) -> tuple[dict[str, Entry], dict[str, str]]:
+def stored_entries(archive: Archive) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return how each tensor is stored, nothing if all are there as they are; and tied names."""
     if archive.delta is None:
         return {}, archive.tied()

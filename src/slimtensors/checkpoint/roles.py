@@ -29,6 +29,8 @@ class About:
     """The parameter that it is, or is a state of; empty if none is known."""
     owner: str = ""
     """What the states of one parameter have in common, as in `optimizer.state.3`."""
+    place: str = ""
+    """Of a piece of a tensor, how its name ends."""
 
     @property
     def is_matrix(self) -> bool:
@@ -37,7 +39,7 @@ class About:
 
     def sibling(self, role: str) -> str:
         """Return the name of another state of the same parameter."""
-        return f"{self.owner}.{role}"
+        return f"{self.owner}.{role}{self.place}"
 
 
 def describe(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, About]:

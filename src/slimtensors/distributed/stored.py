@@ -1,0 +1,222 @@
+"""Read distributed checkpoints: any part of a tensor, from whichever files hold it."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slimtensors.archive import Archive
+from slimtensors.checkpoint.entries import NEEDS_BASE, NEEDS_SIBLING, SAME, decoded
+from slimtensors.checkpoint.reading import stored_entries
+from slimtensors.delta import digest
+from slimtensors.distributed.boxes import Box, pieces
+from slimtensors.distributed.manifest import Chunk, is_distributed, read_manifest
+from slimtensors.distributed.share import piece_name, piece_place, rank_tree
+from slimtensors.errors import CorruptFileError, FormatError, MismatchError
+from slimtensors.memory import empty
+from slimtensors.spec import Each, Spec, fill, serially
+from slimtensors.tree import unflatten
+
+_CACHED = 64 << 20
+"""Bytes of decoded pieces that are kept for whoever needs more of them."""
+
+
+class StoredShards:
+    """A distributed checkpoint on disk: names at once, parts of tensors when asked for."""
+
+    def __init__(self, folder: Path, *, base: Path | None = None) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self._base = self._opened_base(base)
+        self._names = list(self.manifest.files)
+        self._files: dict[int, _RankFile] = {}
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+        self._decoded = 0
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all pieces that have been decoded, those of bases too."""
+        return self._decoded + (self._base.decoded_bytes if self._base else 0)
+
+    def check_files(self) -> None:
+        """Raise unless the folder holds the files of this checkpoint, and of no other one."""
+        files = self.manifest.files
+        for name, size in files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CorruptFileError(f"{path}: is missing; the checkpoint is not complete")
+            if (have := path.stat().st_size) != size:
+                raise CorruptFileError(f"{path}: has {have} bytes, {size} were written")
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path.name not in files:
+                raise FormatError(
+                    f"{path}: belongs to another checkpoint than {self.manifest.run}; remove it"
+                )
+        if self._base is not None:
+            self._base.check_files()
+
+    def region(self, name: str, box: Box, each: Each = serially) -> Tensor:
+        """Return a part of a tensor, decoding no more pieces than it touches."""
+        tensor = self.manifest.tensors[name]
+        out: Tensor | None = None
+        for chunk in tensor.chunks:
+            common = chunk.box.overlap(box)
+            if common is None:
+                continue
+            for piece in self.pieces(name, chunk.box, common):
+                x = self._cached(name, piece, chunk.file, each)
+                if piece == box:
+                    return x
+                if out is None:
+                    out = empty(Spec(tensor.spec.dtype, box.shape))
+                part = piece.overlap(common)
+                assert part is not None
+                fill(part.of(out, box), part.of(x, piece))
+        return out if out is not None else empty(Spec(tensor.spec.dtype, box.shape))
+
+    def chunk(self, name: str, at: tuple[int, ...], hint: int | None) -> Chunk:
+        """Return the chunk of a tensor that begins there; `hint` is its number, or a guess."""
+        chunks = self.manifest.tensors[name].chunks
+        if hint is not None and hint < len(chunks) and chunks[hint].box.at == at:
+            return chunks[hint]
+        found = next((chunk for chunk in chunks if chunk.box.at == at), None)
+        if found is None:
+            raise CorruptFileError(f"{self.folder}: {name}: has no chunk at {at}")
+        return found
+
+    def pieces(self, name: str, chunk: Box, part: Box) -> Iterator[Box]:
+        """Yield the pieces of a chunk that hold a part of it."""
+        return pieces(
+            chunk, self.manifest.tensors[name].spec.dtype, self.manifest.piece_bytes, part
+        )
+
+    def piece(self, name: str, box: Box, file: int, each: Each) -> Tensor:
+        """Read, check and decode a piece."""
+        spec = self.manifest.tensors[name].spec
+        x = self._file(file).load(piece_name(name, box), each)
+        if Spec.of(x) != Spec(spec.dtype, box.shape):
+            where = f"{self.folder / self._names[file]}: {piece_name(name, box)}"
+            raise CorruptFileError(f"{where}: is not the piece that the manifest describes")
+        with self._lock:
+            self._decoded += x.nbytes
+        return x
+
+    def value(self, name: str) -> Any:
+        """Return what is no tensor."""
+        return self._file(self.manifest.objects[name].file).value(name)
+
+    def base_region(self, name: str, box: Box, each: Each) -> Tensor:
+        """Return the part of the base that a piece was made from."""
+        tensors = self._base.manifest.tensors if self._base else {}
+        if name not in tensors or not box.is_in(tensors[name].spec.shape):
+            raise CorruptFileError(f"{self.folder}: {name}: its base has no such tensor")
+        assert self._base is not None
+        return self._base.region(name, box, each)
+
+    def _cached(self, name: str, box: Box, file: int, each: Each) -> Tensor:
+        key = piece_name(name, box)
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        x = self.piece(name, box, file, each)
+        with self._lock:
+            self._cache[key] = x
+            while len(self._cache) > 1 and sum(y.nbytes for y in self._cache.values()) > _CACHED:
+                self._cache.popitem(last=False)
+        return x
+
+    def _file(self, number: int) -> "_RankFile":
+        with self._lock:
+            if number not in self._files:
+                self._files[number] = _RankFile(self, self.folder / self._names[number])
+            return self._files[number]
+
+    def _opened_base(self, given: Path | None) -> "StoredShards | None":
+        base = self.manifest.base
+        if base is None:
+            return None
+        home = given or self.folder.parent / base.name
+        if home.resolve() == self.folder.resolve():
+            raise CorruptFileError(f"{self.folder}: says that it is a difference from itself")
+        needs = f"{self.folder}: is a difference from {base.name} (run {base.run})"
+        if not is_distributed(home):
+            raise MismatchError(f"{needs}, which is not at {home}; bring it back, or pass base=...")
+        opened = StoredShards(home)
+        if opened.manifest.run != base.run:
+            raise MismatchError(f"{needs}; the one at {home} is run {opened.manifest.run}")
+        return opened
+
+
+class _RankFile:
+    """The file of one rank."""
+
+    def __init__(self, owner: StoredShards, path: Path) -> None:
+        if not path.is_file():
+            raise CorruptFileError(f"{path}: is missing; the checkpoint is not complete")
+        self._owner, self._archive = owner, Archive(path)
+        self._entries, self._tied = stored_entries(self._archive)
+        tree = rank_tree(self._archive.tree, path)
+        self._objects = tree.objects
+        if tree.run != owner.manifest.run:
+            raise MismatchError(
+                f"{path}: was written by run {tree.run}, its folder is of {owner.manifest.run}"
+            )
+
+    def load(self, name: str, each: Each) -> Tensor:
+        """Read and decode a piece."""
+        name = self._tied.get(name, name)
+        if not self._entries:
+            self._check_has(name, self._archive)
+            return self._archive.load_one(name, each)
+        self._check_has(name, self._entries)
+        entry = self._entries[name]
+        other = None
+        if entry.kind in NEEDS_SIBLING:
+            assert entry.by is not None
+            other = self.load(entry.by, each)
+        elif entry.kind in NEEDS_BASE:
+            tensor, at = piece_place(name)
+            other = self._owner.base_region(tensor, Box(at, entry.like.shape), each)
+            if digest(other) != entry.base:
+                raise MismatchError(
+                    f"{self._archive.path}: {name}: the base is not what it was made from"
+                )
+        r = None if entry.kind == SAME else self._archive.load_one(name, each)
+        try:
+            return decoded(entry, r, other, each)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self._archive.path}: {name}: {error}") from error
+
+    def value(self, name: str) -> Any:
+        """Return what is no tensor."""
+        if name not in self._objects:
+            raise CorruptFileError(f"{self._archive.path}: {name}: is missing")
+        try:
+            return unflatten(self._objects[name], _Loaded(self))
+        except FormatError as error:
+            raise type(error)(f"{self._archive.path}: {name}: {error}") from error
+
+    def _check_has(self, name: str, held: Mapping[str, Any] | Archive) -> None:
+        if name not in held:
+            raise CorruptFileError(f"{self._archive.path}: {name}: is missing")
+
+
+class _Loaded(Mapping[str, Tensor]):
+    """The tensors of a file, each read when it is asked for."""
+
+    def __init__(self, file: _RankFile) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.load(name, serially)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

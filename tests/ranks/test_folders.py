@@ -1,0 +1,71 @@
+"""Model folders from distributed checkpoints, and back."""
+
+import json
+
+import pytest
+import torch
+from ranks.one import SINGLE, load, save, state
+from safetensors.torch import load_file, save_file
+from strategies import same_bits, same_tensors
+
+import slimtensors
+from slimtensors.distributed import consolidate, distribute
+from slimtensors.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings(SINGLE)
+
+
+@pytest.fixture
+def model():
+    g = torch.Generator().manual_seed(0)
+    return {f"layer.{i}.weight": torch.randn(900, 700, generator=g) for i in range(3)} | {
+        "norm": torch.ones(7).bfloat16(),
+        "one": torch.tensor(3.0),
+        "none": torch.zeros(0, 4),
+    }
+
+
+def test_a_folder_survives_the_way_there_and_back(model, tmp_path):
+    source = tmp_path / "source"
+    slimtensors.save(model, source, preset="dense", max_shard_size="3MB")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    distribute(source, tmp_path / "many")
+    out = load(tmp_path / "many", {"model": model})
+    assert same_tensors(out["model"], model)
+    summary = consolidate(
+        tmp_path / "many",
+        tmp_path / "back",
+        config=source / "config.json",
+        max_shard_size="3MB",
+    )
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.keys()
+    assert len(summary.files) == len(set(index["weight_map"].values())) > 1
+    assert (tmp_path / "back" / "config.json").read_text() == '{"model_type": "llama"}'
+    found = {k: x for file in summary.files for k, x in load_file(file).items()}
+    assert all(same_bits(found[name], x) for name, x in model.items())
+
+
+def test_only_the_model_goes_into_a_folder(tmp_path):
+    save(state(), tmp_path / "a")
+    consolidate(tmp_path / "a", tmp_path / "hf", preset="lossless")
+    assert same_tensors(slimtensors.load(tmp_path / "hf"), state()["model"])
+    with pytest.raises(ConfigError, match="no tensors under 'modle', but model, optim"):
+        consolidate(tmp_path / "a", tmp_path / "none", key="modle")
+    with pytest.raises(ConfigError, match="never written over"):
+        consolidate(tmp_path / "a", tmp_path / "hf")
+
+
+def test_a_state_that_is_nothing_but_a_model_needs_no_key(model, tmp_path):
+    save(model, tmp_path / "a")
+    consolidate(tmp_path / "a", tmp_path / "hf")
+    assert same_tensors(slimtensors.load(tmp_path / "hf"), model)
+
+
+def test_a_single_file_can_be_distributed_over_an_older_checkpoint(model, tmp_path):
+    save_file(model, tmp_path / "model.safetensors")
+    save(state(), tmp_path / "a")
+    with pytest.raises(ConfigError, match="never written over"):
+        distribute(tmp_path / "model.safetensors", tmp_path / "a")
+    distribute(tmp_path / "model.safetensors", tmp_path / "a", overwrite=True)
+    assert same_tensors(load(tmp_path / "a", {"model": model})["model"], model)

@@ -1,0 +1,348 @@
+"""What the processes of a group do: train, save, load, fail. Each tells what it saw in a file."""
+
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from slimtensors.distributed import StorageReader, StorageWriter, writer
+from slimtensors.distributed.manifest import MANIFEST, read_manifest, write_manifest
+
+WIDE = "model.up.weight"
+"""Of many pieces in every layout."""
+PIECE = 64 << 10
+
+
+class Net(nn.Module):
+    """Rows that no number of ranks divides, in many pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(51, 64)
+        self.up = nn.Linear(64, 9001)
+        self.down = nn.Linear(9001, 64)
+        self.norm = nn.LayerNorm(64)
+        self.gain = nn.Parameter(torch.ones(1))  # of which all ranks but one hold nothing
+
+    def forward(self, x):
+        h = self.words(x)
+        h = self.gain * self.norm(h + self.down(torch.tanh(self.up(h))))
+        return h @ self.words.weight.T
+
+
+class Training:
+    """A model and its optimizer, sharded over all ranks."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        self.model = Net()
+        if dist.get_world_size() > 1:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for part in (self.model.up, self.model.down, self.model):
+                fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.99))
+        self.steps = 0
+
+    def train(self, steps):
+        losses = []
+        for _ in range(steps):
+            g = torch.Generator().manual_seed(100 * self.steps + dist.get_rank())
+            x = torch.randint(0, 51, (8,), generator=g)
+            loss = nn.functional.cross_entropy(self.model(x), x.roll(1))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.steps += 1
+            losses.append(loss.item())
+        return losses
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer, "steps": self.steps}
+
+    def load(self, path):
+        """Load a checkpoint and return how many bytes were decoded for it."""
+        state, reader = self.state(), StorageReader(path)
+        dcp.load(state, storage_reader=reader)
+        model, optimizer = state["model"], state["optim"]
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+        self.steps = state["steps"]
+        return reader.decoded_bytes
+
+
+def flat(value, path=""):
+    """Yield names and whole tensors of a state."""
+    if isinstance(value, DTensor):
+        yield path, value.full_tensor()
+    elif isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from flat(part, f"{path}.{key}" if path else str(key))
+
+
+def held(state):
+    """The bytes of all that this rank holds of a state."""
+    if isinstance(state, DTensor):
+        return state.to_local().nbytes
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(map(held, state.values())) if isinstance(state, dict) else 0
+
+
+def wrong(state, folder, name):
+    """Count the tensors of a state that are not those that were saved."""
+    want = torch.load(folder / f"{name}.pt")
+    found = dict(flat(state))
+    assert found.keys() == want.keys()
+    return sum(not torch.equal(x, want[key]) for key, x in found.items())
+
+
+def keep(state, folder, name):
+    whole = dict(flat(state))
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / f"{name}.pt")
+
+
+def error_of(action):
+    """Do something that must fail, and return what was said."""
+    begin = time.monotonic()
+    try:
+        action()
+    except BaseException as error:
+        return {"kind": type(error).__name__, "text": str(error), "time": time.monotonic() - begin}
+    return None
+
+
+def save(state, path, **options):
+    dcp.save(state, storage_writer=StorageWriter(path, piece_bytes=PIECE, **options))
+
+
+def one(folder):
+    """Train on one rank, which holds everything."""
+    run = Training(seed=3)
+    run.train(2)
+    keep(run.state(), folder, "one")
+    save(run.state(), folder / "one")
+
+
+def two(folder):
+    """Train on two ranks and save in every way."""
+    rank, told = dist.get_rank(), {}
+    run = Training(seed=0)
+    run.train(2)
+    keep(run.state(), folder, "base")
+    save(run.state(), folder / "base")
+    run.train(2)
+    keep(run.state(), folder, "delta")
+    save(run.state(), folder / "delta", base=folder / "base")
+    save(run.state(), folder / "small", base=folder / "base", profile="optimizer-bf16")
+    told["on"] = run.train(3)
+
+    again = Training(seed=5)
+    again.train(1)
+    told["decoded"] = again.load(folder / "delta")
+    told["held"] = held(again.state())
+    told["wrong"] = wrong(again.state(), folder, "delta")
+    told["again"] = again.train(3)
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(300_000.0).view(300, 1000)
+    layouts = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
+    sharded = {name: distribute_tensor(whole, mesh, how) for name, how in layouts.items()}
+    save(sharded, folder / "layouts")
+    told["layouts"] = {}
+    for name, how in layouts.items():
+        out = {key: distribute_tensor(torch.zeros_like(whole), mesh, how) for key in layouts}
+        dcp.load(out, storage_reader=StorageReader(folder / "layouts"))
+        told["layouts"][name] = sum(not torch.equal(x.full_tensor(), whole) for x in out.values())
+
+    again.load(folder / "one")
+    told["one"] = wrong(again.state(), folder, "one")
+
+    snapshot = run.state()
+    keep(snapshot, folder, "async")
+    saving = dcp.async_save(snapshot, storage_writer=StorageWriter(folder / "async"))
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.zero_()
+    getattr(saving, "upload_completion", saving).result()
+    again.load(folder / "async")
+    told["async"] = wrong(again.state(), folder, "async")
+
+    told["errors"] = errors(folder, run, rank)
+    told["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return told
+
+
+class FailsOnOne(DefaultSavePlanner):
+    """Cannot give a tensor on rank 1."""
+
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 1:
+            raise OSError("the disk is on fire")
+        return super().resolve_data(write_item)
+
+
+def errors(folder, run, rank):
+    """What each rank is told of things that fail on one of them."""
+    state = run.state()
+    found = {"exists": error_of(lambda: save(state, folder / "base"))}
+
+    def burn():
+        burnt = StorageWriter(folder / "burnt")
+        dcp.save(state, storage_writer=burnt, planner=FailsOnOne())
+
+    found["burnt"] = error_of(burn)
+    gc.collect()
+    dist.barrier()
+    found["left"] = [p.name for p in folder.iterdir() if "burnt" in p.name]
+
+    version, writer.VERSION = writer.VERSION, writer.VERSION + rank
+    found["versions"] = error_of(lambda: save(state, folder / "versions"))
+    writer.VERSION = version
+    preset = "lossless" if rank else "lossless-max"
+    found["presets"] = error_of(lambda: save(state, folder / "presets", preset=preset))
+    found["targets"] = error_of(lambda: save(state, folder / f"target{rank}"))
+
+    save(state, folder / "broken")
+    for name in ("missing", "extra", "mixed", "flipped"):
+        if rank == 0:
+            damage(folder, name)
+        dist.barrier()
+        found[name] = error_of(lambda name=name: run.load(folder / name))
+    return found
+
+
+def damage(folder, name):
+    """Make a checkpoint in which something is wrong."""
+    target = shutil.copytree(folder / "broken", folder / name)
+    file = target / "rank-00001.safetensors"
+    if name == "missing":
+        file.unlink()
+    elif name == "extra":
+        shutil.copy(file, target / "rank-00007.safetensors")
+    elif name == "mixed":
+        shutil.copy(folder / "async" / file.name, file)
+        about = read_manifest(target)
+        (target / MANIFEST).unlink()
+        files = {**about.files, file.name: file.stat().st_size}
+        write_manifest(target, replace(about, files=files))
+    else:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 16
+        file.write_bytes(raw)
+
+
+def three(folder):
+    """Load on three ranks what two have saved."""
+    told = {}
+    run = Training(seed=9)
+    run.train(1)
+    for name in ("base", "delta"):
+        decoded = run.load(folder / name)
+        told[name] = {"decoded": decoded, "held": held(run.state())}
+        told[name]["wrong"] = wrong(run.state(), folder, name)
+    mesh = init_device_mesh("cpu", (3,))
+    want = torch.load(folder / "delta.pt")[WIDE]
+    for name, how in {"columns": [Shard(1)], "copies": [Replicate()]}.items():
+        out = {"model": {"up.weight": distribute_tensor(torch.zeros_like(want), mesh, how)}}
+        reader = StorageReader(folder / "delta")
+        dcp.load(out, storage_reader=reader)
+        told[name] = int(not torch.equal(out["model"]["up.weight"].full_tensor(), want))
+    told["losses"] = run.train(1)
+    save(run.state(), folder / "third", base=folder / "base")
+    keep(run.state(), folder, "third")
+    run.load(folder / "third")
+    told["third"] = wrong(run.state(), folder, "third")
+    told["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return told
+
+
+class Dying(DefaultSavePlanner):
+    """Kills rank 1 while it writes."""
+
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+class Stuck(DefaultSavePlanner):
+    """Never ends on rank 1."""
+
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 1:
+            time.sleep(120)
+        return super().resolve_data(write_item)
+
+
+def killed(folder, planner=Dying):
+    """Lose a rank in the middle of a save over an older checkpoint."""
+    state = {"x": torch.arange(6.0), "rows": distribute(torch.arange(40.0))}
+    save(state, folder / "kept")
+    state = {"x": torch.zeros(6), "rows": distribute(torch.zeros(40))}
+    over = StorageWriter(folder / "kept", overwrite=True)
+    return error_of(lambda: dcp.save(state, storage_writer=over, planner=planner()))
+
+
+def stuck(folder):
+    """Wait for a rank that never comes."""
+    return killed(folder, Stuck)
+
+
+def distribute(x):
+    return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def _enter(task, rank, world, folder, timeout):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / task}.meet",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    told = globals()[task](folder)
+    (folder / f"{task}-{rank}.json").write_text(json.dumps(told))
+    if task not in ("killed", "stuck"):
+        dist.destroy_process_group()
+    os._exit(0)  # a group that lost a rank would wait for it
+
+
+def start(task, world, folder, *, timeout=60):
+    """Start a group of processes."""
+    context = get_context("spawn")
+    processes = [
+        context.Process(target=_enter, args=(task, rank, world, Path(folder), timeout))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def told(task, rank, folder):
+    """Return what a rank saw; none if it did not live to tell."""
+    path = folder / f"{task}-{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else None
