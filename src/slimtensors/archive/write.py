@@ -15,11 +15,15 @@ from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import (
     FileOutput,
     FolderOutput,
+    LocalPlace,
     Output,
     Piece,
+    Place,
+    RemoteOutput,
+    RemotePlace,
     StrPath,
-    local,
     parse_size,
+    place,
 )
 from slimtensors.dialects import KEY, Dialect, Manifest, Packed
 from slimtensors.errors import ConfigError, UnsupportedTensorError
@@ -41,10 +45,13 @@ def save(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write tensors to a file, or into a folder if `path` is one or `max_shard_size` is given.
 
-    What was there is replaced in one step once everything is written. Tensors come back bit for
+    What was there is replaced in one step once everything is written. `path` may be a URL that
+    fsspec knows: files are then written to a temporary folder of this machine, and sent when they
+    are complete; a folder that holds a model is not replaced there. Tensors come back bit for
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
     Without a preset it is `lossless`, or `sparse` in the dialect `compressed-tensors`, which can
     say no more.
@@ -61,6 +68,7 @@ def save(
         max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -89,6 +97,7 @@ def write(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Do what `save` does with a state that may still have to be read or computed."""
     return write_out(
@@ -99,6 +108,7 @@ def write(
         max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
+        storage_options=storage_options,
     ).summary()
 
 
@@ -111,10 +121,12 @@ def write_out(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> "Written":
     """Do what `write` does, and return all that is known of what was written."""
     choose, how = presets.find(preset), dialects.find(dialect)
-    with Workers(threads) as workers, _output(path, max_shard_size, state, how) as output:
+    where = place(path, storage_options=storage_options)
+    with Workers(threads) as workers, _output(where, max_shard_size, state, how) as output:
         done = _encode_all(state, choose, how, workers, progress, output.add)
         order = [piece.name for result in done for piece in result.pieces]
         files = output.commit(order, partial(_describe, how.name, state, done, order))
@@ -257,7 +269,7 @@ def _size(pieces: Sequence[Piece]) -> int:
     return sum(piece.spec.nbytes for piece in pieces)
 
 
-def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
+def _output(where: Place, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
     # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
     # dialect makes of one. An estimate that is too low costs time, one too high a few bytes.
     digits = len(str(sum(item.spec.nbytes for item in state.items)))
@@ -269,10 +281,13 @@ def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: 
     if any(item.runs_from_file for item in state.items):
         reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
-    target = local(path)
-    if limit is None and not target.is_dir():
-        return FileOutput(target, reserve=reserve)
-    return FolderOutput(target, max_shard_size=limit, reserve=reserve)
+    is_folder = limit is not None or where.is_folder()
+    if isinstance(where, RemotePlace):
+        return RemoteOutput(where, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
+    assert isinstance(where, LocalPlace)
+    if is_folder:
+        return FolderOutput(where.path, max_shard_size=limit, reserve=reserve)
+    return FileOutput(where.path, reserve=reserve)
 
 
 def _describe(
