@@ -105,7 +105,9 @@ def _spans(rows: int, step: int, nbytes: int, size: int) -> list[tuple[int, int]
 
 
 def _shared(tasks: Sequence[Task], count: int) -> list[list[Task]]:
-    """Give each task, the largest first, to who has least."""
+    """Give each task, the largest first, to who has least; one rank does them in order."""
+    if count == 1:
+        return [list(tasks)]
     shares: list[list[Task]] = [[] for _ in range(count)]
     loads = [(0, rank) for rank in range(count)]
     for task in sorted(tasks, key=lambda task: -task.nbytes):
