@@ -45,6 +45,11 @@ class StoredFile:
         start = self.header.size + entry.begin
         return self.source.read(start + begin, start + end)
 
+    def release_part(self, entry: Entry, begin: int, end: int) -> None:
+        """Say that these bytes of a stored tensor are no longer needed."""
+        start = self.header.size + entry.begin
+        self.source.release(start + begin, start + end)
+
     def release(self, entry: Entry) -> None:
         """Say that the bytes of a stored tensor are no longer needed."""
         self.source.release(self.header.size + entry.begin, self.header.size + entry.end)

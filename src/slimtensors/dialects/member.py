@@ -147,11 +147,12 @@ class PlainMember:
 
     def load_rows(self, begin: int, end: int) -> Tensor:
         """Copy some rows."""
-        spec = self.spec()
-        rows = Spec(spec.dtype, (end - begin, *spec.shape[1:]))
+        spec, entry = self.spec(), self.stored.entry
         width = spec.nbytes // spec.shape[0]
-        raw = self.file.read_part(self.stored.entry, begin * width, end * width)
-        return view(raw, rows).clone()
+        raw = self.file.read_part(entry, begin * width, end * width)
+        rows = view(raw, Spec(spec.dtype, (end - begin, *spec.shape[1:]))).clone()
+        self.file.release_part(entry, begin * width, end * width)
+        return rows
 
 
 def plain_piece(name: str, x: Tensor, each: Each) -> Piece:

@@ -73,9 +73,9 @@ def divide(files: Sequence[File], count: int, *, least: int = LEAST) -> Division
     }
     whole = [Task(file.key, file.nbytes) for file in files if file.key not in parts]
     shares = _shared([*whole, *chain(*parts.values())], count)
-    joins = _shared([Task(file.key, file.nbytes) for file in files if file.key in parts], count)
-    homes = {task.file: rank for rank, tasks in enumerate(joins) for task in tasks}
-    return Division(shares, parts, homes)
+    # Far from each other, because neighbours share a machine and its network.
+    joins = {key: i * count // len(parts) for i, key in enumerate(parts)}
+    return Division(shares, parts, joins)
 
 
 def _parts(file: File, size: int) -> Iterator[Task]:
