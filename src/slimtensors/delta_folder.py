@@ -11,7 +11,8 @@ from slimtensors.archive.state import State
 from slimtensors.archive.write import write
 from slimtensors.container import DELTA, SINGLE, Place, StrPath, place, weight_files, write_index
 from slimtensors.delta import Changed, changes, check_keeps, opened, restored
-from slimtensors.folder import is_coded, remake, with_section, without_section
+from slimtensors.folder import is_coded, with_section, without_section
+from slimtensors.making import remake
 from slimtensors.spec import Json
 from slimtensors.summary import Summary, joined
 

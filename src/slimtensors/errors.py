@@ -9,6 +9,7 @@
   * MismatchError              two things that should fit do not
   * StatusError                a step was taken before the one it needs
   * InUseError                 another process is writing there
+  * RankError                  another process of the same run failed, or this one was stopped
   * UnsupportedTensorError     a tensor that cannot be stored
   * UnsupportedOperationError  an operation that compressed tensors do not have
   * MissingDependencyError     an optional package is not installed
@@ -52,6 +53,10 @@ class StatusError(SlimError, RuntimeError):
 
 class InUseError(SlimError, RuntimeError):
     """Another process is writing to the same place."""
+
+
+class RankError(SlimError, RuntimeError):
+    """Another process of the same run failed, or this one was told to stop."""
 
 
 class UnsupportedTensorError(SlimError, TypeError):

@@ -1,39 +1,20 @@
 """Model folders as transformers writes them: weights, `config.json` and whatever else is there."""
 
-import json
-import os
-import secrets
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
 
 from slimtensors import presets
 from slimtensors.archive import Archive, Progress
-from slimtensors.archive.state import State, as_state
-from slimtensors.archive.write import write
-from slimtensors.container import (
-    INDEX,
-    LocalPlace,
-    Place,
-    StrPath,
-    local,
-    note_parameters,
-    place,
-    sync_folder,
-    weight_files,
-    write_index,
-    write_json,
-)
+from slimtensors.container import StrPath, place
 from slimtensors.dialects import VERSION
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.presets import Choice, Chooser
+from slimtensors.making import How, Weights, job_of, make_folder
+from slimtensors.presets import Choice, Chooser, Rule
+from slimtensors.ranks import Alone, Ranks
 from slimtensors.sparsity import (
     BitmaskConfig,
     Sparse24BitmaskConfig,
@@ -42,7 +23,7 @@ from slimtensors.sparsity import (
     sparsity_of,
 )
 from slimtensors.spec import Json
-from slimtensors.summary import Summary, joined
+from slimtensors.summary import Summary
 
 Keep = Callable[[str], bool]
 """Tells by its name whether a tensor is meant."""
@@ -73,10 +54,6 @@ def is_model(source: StrPath, *, storage_options: dict[str, Any] | None = None) 
     return where.is_folder() or where.name.endswith(".json")
 
 
-def _folder_of(where: Place) -> Place:
-    return where if where.is_folder() else where.parent()
-
-
 def compress_folder(
     source: StrPath,
     target: StrPath,
@@ -89,20 +66,47 @@ def compress_folder(
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
+    stands_for: Json | None = None,
 ) -> Summary:
     """Compress the weights of a model folder into a new one, without building the model.
 
     Shards stay as they are unless `max_shard_size` is given; tensors that `keep` refuses stay
     plain; other files are copied; `config.json` says what was done. The new folder appears when
     it is complete; an existing one is refused, or replaced if `replace` is set.
+
+    With several `ranks`, each of which makes the same call, files are divided over them by bytes,
+    and rank 0 adds the rest. A run that was stopped goes on with the files that are not finished,
+    if it is the same again; for that, if `preset` is a function, `stands_for` tells what it does.
     """
     found: dict[str, Sparsity] = {}
     preset = presets.default(dialect) if preset is None else preset
     choose = measuring(limited(presets.find(preset), keep), found)
     where = place(source, storage_options=storage_options)
+    rules = presets.RULES if dialect == "slim" and isinstance(preset, str) else {}
+
+    def rule(name: str) -> Rule | None:
+        return rules.get(str(preset)) if keep(name) else None
+
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
-        how = How(choose, dialect, max_shard_size, threads, progress)
+        options = {
+            "preset": preset if isinstance(preset, str) else stands_for,
+            "dialect": dialect,
+            "max_shard_size": max_shard_size,
+            "plain": [name for name in archive if not keep(name)],
+        }
+        job = job_of(archive, where, options) if options["preset"] is not None else None
+        how = How(
+            choose,
+            dialect,
+            max_shard_size,
+            threads,
+            progress,
+            rule=rule,
+            found=found,
+            ranks=ranks or Alone(),
+        )
 
         def edit(config: Json, summary: Summary) -> Json:
             before = without_section(config) if was_coded else config
@@ -110,13 +114,13 @@ def compress_folder(
             label = preset if isinstance(preset, str) else "lossless"
             return described(before, summary, found, preset=label, dialect=dialect)
 
-        return remake(
-            where,
+        return make_folder(
+            Weights(archive, where, how),
             target,
-            lambda folder: write_weights(archive, where, folder, how),
             edit,
-            sources=[source],
+            job=job,
             replace=replace,
+            storage_options=storage_options,
         )
 
 
@@ -129,58 +133,27 @@ def decompress_folder(
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Summary:
     """Write a model folder with plain weights, and `config.json` as it was before compression."""
     where = place(source, storage_options=storage_options)
     with Archive(source, storage_options=storage_options) as archive:
         was_coded = is_coded(archive)
-        how = How(presets.dense, "slim", None, threads, progress)
         kept = archive.select(name for name in archive if keep(name))
-        return remake(
-            where,
+        how = How(presets.dense, "slim", None, threads, progress, ranks=ranks or Alone())
+        return make_folder(
+            Weights(kept, where, how),
             target,
-            lambda folder: write_weights(kept, where, folder, how),
             lambda config, _: without_section(config) if was_coded else config,
-            sources=[source],
+            job=job_of(archive, where, {"preset": "dense", "only": list(kept)}),
             replace=replace,
+            storage_options=storage_options,
         )
-
-
-def remake(
-    where: Place,
-    target: StrPath,
-    write: Callable[[Path], Summary],
-    edit: Callable[[Json, Summary], Json],
-    *,
-    sources: Sequence[StrPath],
-    replace: bool,
-) -> Summary:
-    """Make a folder like `where`: its weights by `write`, its config by `edit`, other files alike.
-
-    The new folder appears when it is complete. One that exists is replaced only if `replace` is
-    set, and never if it holds one of the `sources`.
-    """
-    with _new_folder(target, *sources, replace=replace) as folder:
-        summary = write(folder)
-        _copy_others(where, folder)
-        edit_config(folder, lambda config: edit(config, summary))
-    return summary
 
 
 def is_coded(archive: Archive) -> bool:
     """Tell whether any tensor is stored in another way than safetensors itself does."""
     return any(archive.info(name).codec != "plain" for name in archive)
-
-
-@dataclass(frozen=True)
-class How:
-    """How weights are to be written."""
-
-    choose: Chooser
-    dialect: str
-    max_shard_size: int | str | None
-    threads: int | None
-    progress: Progress | None
 
 
 def limited(choose: Chooser, keep: Keep) -> Chooser:
@@ -200,131 +173,6 @@ def measuring(choose: Chooser, found: dict[str, Sparsity]) -> Chooser:
         return choose(name, x)
 
     return measured
-
-
-@contextmanager
-def _new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path]:
-    """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
-    target = Path(os.path.realpath(local(path)))
-    if target.exists():
-        _check_replaceable(target, sources, replace=replace)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mark = secrets.token_hex(4)
-    folder = target.with_name(f".{target.name}.{mark}.slimtensors-tmp")
-    folder.mkdir()
-    try:
-        yield folder
-        old = target.with_name(f".{target.name}.{mark}.slimtensors-old")
-        try:
-            if target.exists():
-                target.rename(old)
-            folder.rename(target)
-        except BaseException:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            raise
-        sync_folder(target.parent)
-        if old.exists():
-            shutil.rmtree(old)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:
-    """Raise if replacing a folder would destroy what nobody wants destroyed."""
-    if not replace:
-        raise ConfigError(f"{target}: exists already")
-    if not target.is_dir():
-        raise ConfigError(f"{target}: is a file, not a folder")
-    paths = [Path(os.path.realpath(source)) for source in sources]
-    if any(target in (path if path.is_dir() else path.parent).parents for path in paths):
-        raise ConfigError(f"{target}: holds the source's folder and cannot be replaced")
-    if any(target.iterdir()) and not any(target.rglob("*.safetensors")):
-        raise ConfigError(f"{target}: holds something, but no model, and is not replaced")
-
-
-def write_weights(
-    archive: Archive,
-    where: Place,
-    folder: Path,
-    how: How,
-    state: Callable[[Archive], State] = as_state,
-) -> Summary:
-    """Write the weights of the folder `where` in as many files, by default as they are there.
-
-    `state` tells what is written of the tensors of a file.
-    """
-
-    def put(part: Archive, path: Path, max_shard_size: int | str | None) -> Summary:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write(
-            state(part),
-            path,
-            preset=how.choose,
-            dialect=how.dialect,
-            max_shard_size=max_shard_size,
-            threads=how.threads,
-            progress=how.progress,
-        )
-
-    if how.max_shard_size is not None:
-        summary = put(archive, folder, how.max_shard_size)
-        note_parameters(folder / INDEX, summary.items)
-        return summary
-    main, *has_index = weight_files(where)
-    if not has_index:
-        return put(archive, folder / main, None)
-    shards = archive.shards()
-    parts = [put(archive.select(names), folder / file, None) for file, names in shards.items()]
-    write_index(folder, main, list(shards))
-    summary = joined(parts)
-    note_parameters(folder / main, summary.items)
-    return summary
-
-
-def _copy_others(where: Place, folder: Path) -> None:
-    """Copy everything but the weights, their index, and what is hidden."""
-    weights = set(weight_files(where))
-    source = _folder_of(where)
-    for name in source.walk():
-        if name in weights or any(part.startswith(".") for part in PurePath(name).parts):
-            continue
-        copied = folder / name
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        original = source.child(name)
-        if isinstance(original, LocalPlace):
-            shutil.copy(original.path, copied)
-        else:
-            copied.write_bytes(original.read())
-
-
-def read_config(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Json:
-    """Return what `config.json` beside the weights says; nothing if there is none."""
-    folder = _folder_of(place(source, storage_options=storage_options))
-    if "config.json" not in folder.files():
-        return {}
-    return _parse_config(folder.child("config.json").read(), "config.json")
-
-
-def edit_config(folder: Path, edit: Callable[[Json], Json]) -> None:
-    """Rewrite `config.json`, if there is one and `edit` changes it."""
-    path = folder / "config.json"
-    if not path.exists():
-        return
-    config = _parse_config(path.read_bytes(), path.name)
-    edited = edit(config)
-    if edited != config:
-        write_json(path, edited)
-
-
-def _parse_config(text: bytes, name: str) -> Json:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{name}: is not a table")
-    return config
 
 
 def described(

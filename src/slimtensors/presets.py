@@ -11,6 +11,7 @@ from slimtensors.errors import ConfigError, nearest
 from slimtensors.plan import Plan, relative_error
 from slimtensors.sparsity import Zeros, count_zeros, is_24
 from slimtensors.sparsity.positions import Effort, mask_plan
+from slimtensors.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,24 @@ Chooser = Callable[[str, Tensor], Choice | Plan | None]
 """Decides how to store a tensor in main memory, by its name and content."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a `Rule` knows of a tensor: no more than can be told from pieces of it."""
+
+    spec: Spec
+    zeros: Zeros
+    is_24: Callable[[], bool]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Seen":
+        """Look at a tensor in main memory."""
+        return cls(Spec.of(x), count_zeros(x), lambda: is_24(x))
+
+
+Rule = Callable[[Seen], Choice]
+"""Decides how to store a tensor by its zeros alone."""
+
+
 def dense(name: str, x: Tensor) -> Choice:
     """Store as it is."""
     return Choice(None)
@@ -33,15 +52,12 @@ def dense(name: str, x: Tensor) -> Choice:
 
 def sparse(name: str, x: Tensor) -> Choice:
     """Store nonzero values and their positions, wherever that is smaller. Lossless."""
-    zeros = count_zeros(x)
-    if _is_24(x, zeros):
-        return Choice(Plan(Bitmask24()))
-    return _masked(x, zeros)
+    return _sparse(Seen.of(x))
 
 
 def bitmask(name: str, x: Tensor) -> Choice:
     """Store nonzero values and a bit per position, wherever that is smaller. Lossless."""
-    return _masked(x, count_zeros(x))
+    return _masked(Seen.of(x))
 
 
 def bitmask24(name: str, x: Tensor) -> Choice:
@@ -53,12 +69,12 @@ def bitmask24(name: str, x: Tensor) -> Choice:
 
 def lossless(name: str, x: Tensor) -> Choice:
     """Give frequent bytes short codes, and zeros a mask where there are many. Lossless."""
-    return _coded(x, "fast")
+    return _coded(Seen.of(x))
 
 
 def lossless_max(name: str, x: Tensor) -> Choice:
     """Do what `lossless` does in as few bits as we know how, but not as fast. Lossless."""
-    return _coded(x, "max")
+    return _coded(Seen.of(x), x)
 
 
 def extreme(name: str, x: Tensor) -> Choice:
@@ -69,15 +85,15 @@ def extreme(name: str, x: Tensor) -> Choice:
     few large weights would cost the others too much.
     """
     if x.dim() < 2 or not x.numel() or not x.is_floating_point() or x.element_size() == 1:
-        return _coded(x, "max")
+        return lossless_max(name, x)
     largest = float(x.abs().max())
     if largest != 0 and not _LEAST <= largest <= _MOST:
         note = f"has no scale in float32, its largest item is {largest:g}, and is kept exact"
-        return replace(_coded(x, "max"), note=note)
+        return replace(lossless_max(name, x), note=note)
     rounding = Int(8)
     if (relative_error(Plan(rounding), x) or 0.0) > _TOLERATED:
         rounding = Int(8, per_row=True)
-    q = _coded(rounding.encode(x)["q"], "max").plan
+    q = lossless_max(name, rounding.encode(x)["q"]).plan
     return Choice(Plan(rounding, {"q": q} if q else {}))
 
 
@@ -93,17 +109,19 @@ _DESCRIBED = 64
 """Bytes that a file takes to describe a part."""
 
 
-def _coded(x: Tensor, effort: Effort) -> Choice:
-    zeros = count_zeros(x)
+def _coded(seen: Seen, x: Tensor | None = None) -> Choice:
+    """Return how to code a tensor: fast, or small, which takes the tensor to try codecs on."""
+    zeros = seen.zeros
+    effort: Effort = "fast" if x is None else "max"
     # Measured on real weights. All bytes of a zero are zeros, which codes of single bytes cannot
     # tell; of one byte, zero is a byte like others until it needs less than half a bit.
-    many = 0.6 if x.element_size() == 1 else 1 / 32
+    many = 0.6 if seen.spec.dtype.itemsize == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
-        codec = _smallest(x) if effort == "max" else Huffman()
+        codec = Huffman() if x is None else _smallest(x)
         return Choice(Plan(codec), _negative_zeros(zeros))
-    if _is_24(x, zeros):
+    if _is_24(seen):
         return Choice(Plan(Bitmask24(), {"values": Plan(Huffman())}), _negative_zeros(zeros))
-    values = _smallest(Bitmask().encode(x)["values"]) if effort == "max" else Huffman()
+    values = Huffman() if x is None else _smallest(Bitmask().encode(x)["values"])
     mask = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
     plan = Plan(Bitmask(), {**({"mask": mask} if mask else {}), "values": Plan(values)})
     return Choice(plan, _negative_zeros(zeros))
@@ -128,6 +146,20 @@ def _some(x: Tensor) -> Tensor:
     begin = (len(x) - rows) // 2
     return x[begin : begin + rows]
 
+
+def _sparse(seen: Seen) -> Choice:
+    return Choice(Plan(Bitmask24())) if _is_24(seen) else _masked(seen)
+
+
+def _masked(seen: Seen) -> Choice:
+    note = _negative_zeros(seen.zeros)
+    if _bits(seen) >= 8 * seen.spec.nbytes:
+        return Choice(None, note or "too few zeros for a bitmask")
+    return Choice(Plan(Bitmask()), note)
+
+
+RULES: Mapping[str, Rule] = {"sparse": _sparse, "bitmask": _masked, "lossless": _coded}
+"""Presets that look at nothing but zeros, so that pieces of a tensor tell what becomes of it."""
 
 PRESETS: Mapping[str, Chooser] = {
     "dense": dense,
@@ -160,24 +192,19 @@ def find(preset: "str | Plan | Chooser") -> Chooser:
     return PRESETS[preset]
 
 
-def _masked(x: Tensor, zeros: Zeros) -> Choice:
-    note = _negative_zeros(zeros)
-    if _bits(zeros, x) >= 8 * x.nbytes:
-        return Choice(None, note or "too few zeros for a bitmask")
-    return Choice(Plan(Bitmask()), note)
-
-
 def _negative_zeros(zeros: Zeros) -> str:
     if zeros.negative <= zeros.items // 100:
         return ""
     return f"{zeros.negative} items are -0.0 and kept as values; x + 0.0 would free them"
 
 
-def _is_24(x: Tensor, zeros: Zeros) -> bool:
+def _is_24(seen: Seen) -> bool:
     """Tell whether a tensor is 2:4, and better stored so than with a mask for fewer values."""
-    as_24 = x.numel() * (x.element_size() * 4 + 2 / 3)
-    return as_24 < _bits(zeros, x) and 2 * zeros.zero >= zeros.items and is_24(x)
+    zeros = seen.zeros
+    as_24 = zeros.items * (seen.spec.dtype.itemsize * 4 + 2 / 3)
+    return as_24 < _bits(seen) and 2 * zeros.zero >= zeros.items and seen.is_24()
 
 
-def _bits(zeros: Zeros, x: Tensor) -> int:
-    return (zeros.items - zeros.zero) * 8 * x.element_size() + zeros.items
+def _bits(seen: Seen) -> int:
+    zeros = seen.zeros
+    return (zeros.items - zeros.zero) * 8 * seen.spec.dtype.itemsize + zeros.items

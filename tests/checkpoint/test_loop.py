@@ -186,7 +186,7 @@ def test_a_second_process_is_refused(tmp_path):
     code += "with checkpointing(sys.argv[1], training.Run().model): pass"
     with looped(Run(), tmp_path):
         with (
-            pytest.raises(InUseError, match=f"process {os.getpid()} saves"),
+            pytest.raises(InUseError, match=f"process {os.getpid()} is writing"),
             looped(Run(), tmp_path),
         ):
             pass

@@ -16,13 +16,14 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 
 LAYERS = [
-    *["errors", "spec", "_core", "memory"],
+    *["errors", "spec", "_core", "memory", "ranks", "lock"],
     "codecs",
     *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
     *["presets", "tensors"],
     *["summary", "dialects"],
     *["archive", "residual"],
-    *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
+    *["beside", "making", "delta", "formats", "folder", "delta_folder", "model", "compressor"],
+    "quantized_folder",
     *["checkpoint", "distributed", "torchao", "integrations", "transformers"],
     "cli",
 ]

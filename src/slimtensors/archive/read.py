@@ -14,13 +14,14 @@ from slimtensors import dialects
 from slimtensors.archive.workers import Workers
 from slimtensors.container import (
     LocalPlace,
+    Place,
     StoredFile,
     StrPath,
     open_file,
     open_files,
     place,
 )
-from slimtensors.dialects import BlobMember, Member, Packed
+from slimtensors.dialects import BlobMember, Member, Packed, PlainMember
 from slimtensors.entropy import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.plan import Encoded, Plan
@@ -49,6 +50,13 @@ class Archive:
         """Open these files as one archive, whatever index there is."""
         archive = cls.__new__(cls)
         archive._hold(str(paths[0].parent), [open_file(LocalPlace(path)) for path in paths])
+        return archive
+
+    @classmethod
+    def at(cls, where: Place) -> Self:
+        """Open the one file that lies there."""
+        archive = cls.__new__(cls)
+        archive._hold(str(where), [open_file(where)])
         return archive
 
     def _hold(self, path: str, files: list[StoredFile]) -> None:
@@ -116,6 +124,11 @@ class Archive:
             for name, member in self._members.items()
             if (home := first.setdefault(id(member), name)) != name
         }
+
+    @property
+    def files(self) -> Sequence[StoredFile]:
+        """The files that it lies in."""
+        return self._files
 
     def stored_bytes(self, name: str) -> int:
         """Return what a tensor costs in its file."""
@@ -203,6 +216,17 @@ class Archive:
     def load_one(self, name: str, each: Each) -> Tensor:
         """Read and decode one tensor, dividing the work by `each`."""
         return self._told(name, lambda member: member.load(each))
+
+    def has_rows(self, name: str) -> bool:
+        """Tell whether some rows of a tensor can be read without all of it."""
+        member = self._find(name)
+        return isinstance(member, PlainMember) and member.has_rows
+
+    def load_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Read some rows of a tensor that has them."""
+        member = self._find(name)
+        assert isinstance(member, PlainMember), name
+        return member.load_rows(begin, end)
 
     def encoded(self, name: str, each: Each) -> Encoded | None:
         """Return a tensor in the form in which it is stored, not decoded; none if it is plain."""

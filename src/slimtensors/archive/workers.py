@@ -24,7 +24,7 @@ class Workers:
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}")
-        self._count = threads or cores()
+        self._count = threads or _cores()
         self._pool = ThreadPoolExecutor(self._count, "slimtensors") if self._count > 1 else None
 
     def each(self, work: Callable[[int], T], count: int, /) -> list[T]:
@@ -103,8 +103,9 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _cores() -> int:
+    """Return how many threads this process may keep busy; torchrun tells how many share them."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(cores // int(sharing), 1) if sharing.isdigit() and int(sharing) else cores

@@ -16,11 +16,15 @@ from slimtensors.codecs import Dense, TorchQuantized
 from slimtensors.container import (
     FileOutput,
     FolderOutput,
+    LocalPlace,
     Output,
     Piece,
+    Place,
+    RemoteOutput,
+    RemotePlace,
     StrPath,
-    local,
     parse_size,
+    place,
 )
 from slimtensors.dialects import KEY, Dialect, Manifest, Packed
 from slimtensors.errors import ConfigError, UnsupportedTensorError
@@ -44,10 +48,13 @@ def save(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write tensors to a file, or into a folder if `path` is one or `max_shard_size` is given.
 
-    What was there is replaced in one step once everything is written. Tensors come back bit for
+    What was there is replaced in one step once everything is written. `path` may be a URL that
+    fsspec knows: files are then written to a temporary folder of this machine, and sent when they
+    are complete; a folder that holds a model is not replaced there. Tensors come back bit for
     bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
     Without a preset it is `lossless`, or `sparse` in the dialect `compressed-tensors`, which can
     say no more.
@@ -64,6 +71,7 @@ def save(
         max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
+        storage_options=storage_options,
     )
 
 
@@ -80,7 +88,7 @@ def estimate(
     choose = presets.find(presets.default(dialect) if preset is None else preset)
     with Workers(threads) as workers:
         done = _encode_all(state, choose, how, workers, progress, lambda pieces: None)
-    return _summary(done, state, {})
+    return Written(done, state.tied, {}).summary()
 
 
 def write(
@@ -92,18 +100,46 @@ def write(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Do what `save` does with a state that may still have to be read or computed."""
+    return write_out(
+        state,
+        path,
+        preset=preset,
+        dialect=dialect,
+        max_shard_size=max_shard_size,
+        threads=threads,
+        progress=progress,
+        storage_options=storage_options,
+    ).summary()
+
+
+def write_out(
+    state: State,
+    path: StrPath,
+    *,
+    preset: str | Plan | Chooser,
+    dialect: str,
+    max_shard_size: int | str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> "Written":
+    """Do what `write` does, and return all that is known of what was written."""
     choose, how = presets.find(preset), dialects.find(dialect)
-    with Workers(threads) as workers, _output(path, max_shard_size, state, how) as output:
+    where = place(path, storage_options=storage_options)
+    with Workers(threads) as workers, _output(where, max_shard_size, state, how) as output:
         done = _encode_all(state, choose, how, workers, progress, output.add)
         order = [piece.name for result in done for piece in result.pieces]
         files = output.commit(order, partial(_describe, how.name, state, done, order))
-    return _summary(done, state, {key: str(path) for path, keys in files.items() for key in keys})
+    return Written(
+        done, state.tied, {key: str(path) for path, keys in files.items() for key in keys}
+    )
 
 
 @dataclass(frozen=True)
-class _Done:
+class Done:
     """A tensor ready to be written, and how."""
 
     item: Item
@@ -115,10 +151,43 @@ class _Done:
         """What it is in the file."""
         return self.packed.pieces
 
-    def emptied(self) -> "_Done":
+    def emptied(self) -> "Done":
         """Return this without the data."""
         pieces = [replace(piece, chunks=[]) for piece in self.pieces]
         return replace(self, packed=replace(self.packed, pieces=pieces))
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an archive was made of."""
+
+    done: Sequence[Done]
+    tied: Mapping[str, str]
+    homes: Mapping[str, str]
+    """The file of each piece."""
+
+    def summary(self) -> Summary:
+        """Return it in the words of `inspect`."""
+        tensors = {done.item.name: self._stored(done) for done in self.done if done.pieces}
+        aliases = [
+            replace(tensors[home], name=name).tied_to(home) for name, home in self.tied.items()
+        ]
+        return Summary([*tensors.values(), *aliases], sorted(set(self.homes.values())))
+
+    def _stored(self, done: Done) -> Stored:
+        spec, packed = done.item.spec, done.packed
+        return Stored(
+            done.item.name,
+            dtype_name(spec.dtype),
+            spec.shape,
+            str(packed.plan) if packed.plan else "plain",
+            spec.nbytes,
+            _size(done.pieces),
+            self.homes.get(done.pieces[0].name, ""),
+            done.note,
+            packed.error,
+            packed.parts,
+        )
 
 
 def _encode_all(
@@ -128,20 +197,20 @@ def _encode_all(
     workers: Workers,
     progress: Progress | None,
     put: Callable[[Sequence[Piece]], None],
-) -> list[_Done]:
+) -> list[Done]:
     """Encode every tensor, hand its pieces to `put`, and return what was done in given order."""
     for item in state.items:
         how.check(item.name, item.spec)
 
-    def one(item: Item) -> _Done:
+    def one(item: Item) -> Done:
         return _encode(item, choose, how, workers.each)
 
     # Largest items first, so that all tensors lie aligned although nothing pads them.
     ordered = sorted(state.items, key=lambda item: -item.spec.dtype.itemsize)
-    done: dict[str, _Done] = {}
+    done: dict[str, Done] = {}
     seen: set[str] = set()
 
-    def put_away(result: _Done) -> _Done:
+    def put_away(result: Done) -> Done:
         for piece in result.pieces:
             if piece.name in seen:
                 raise ConfigError(f"{piece.name}: is the name of a tensor and of a part of another")
@@ -158,15 +227,15 @@ def _encode_all(
     return [done[item.name] for item in state.items]
 
 
-def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
+def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> Done:
     x = item.read(each)
     if x is None:
-        return _Done(item, Packed([], None), "")
+        return Done(item, Packed([], None), "")
     if isinstance(x, Packed):
-        return _Done(item, x, "")
+        return Done(item, x, "")
     try:
         if isinstance(x, Encoded):
-            return _Done(item, how.encoded(item.name, x, each), "")
+            return Done(item, how.encoded(item.name, x, each), "")
         choice = _choice(item.name, x, choose)
         if item.always_blob and choice.plan is None:
             choice = replace(choice, plan=Plan(Dense()))
@@ -174,15 +243,15 @@ def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> _Done:
     except (ConfigError, UnsupportedTensorError) as error:
         raise type(error)(f"{item.name}: {error}") from error
     if item.always_blob:
-        return _Done(item, packed, choice.note)
+        return Done(item, packed, choice.note)
     size = _size(packed.pieces)
     if choice.plan is None or size < item.spec.nbytes:
-        return _Done(item, packed, choice.note)
+        return Done(item, packed, choice.note)
     plain = how.packed(item.name, x, None, each)
     if size < _size(plain.pieces):
-        return _Done(item, packed, choice.note)
+        return Done(item, packed, choice.note)
     note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain.pieces)}"
-    return _Done(item, plain, choice.note or note)
+    return Done(item, plain, choice.note or note)
 
 
 def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
@@ -203,7 +272,7 @@ def _size(pieces: Sequence[Piece]) -> int:
     return sum(piece.spec.nbytes for piece in pieces)
 
 
-def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
+def _output(where: Place, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
     # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
     # dialect makes of one; the outline of the rest, as text in text; and as much for each tensor
     # that is a difference as most need. Too low an estimate costs time, too high a few bytes.
@@ -220,16 +289,19 @@ def _output(path: StrPath, max_shard_size: int | str | None, state: State, how: 
     if any(item.runs_from_file for item in state.items):
         reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
-    target = local(path)
-    if limit is None and not target.is_dir():
-        return FileOutput(target, reserve=reserve)
-    return FolderOutput(target, max_shard_size=limit, reserve=reserve)
+    is_folder = limit is not None or where.is_folder()
+    if isinstance(where, RemotePlace):
+        return RemoteOutput(where, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
+    assert isinstance(where, LocalPlace)
+    if is_folder:
+        return FolderOutput(where.path, max_shard_size=limit, reserve=reserve)
+    return FileOutput(where.path, reserve=reserve)
 
 
 def _describe(
     dialect: str,
     state: State,
-    done: Sequence[_Done],
+    done: Sequence[Done],
     order: Sequence[str],
     names: Sequence[str],
     checksums: Mapping[str, int | None],
@@ -252,24 +324,3 @@ def _describe(
         delta=state.delta if is_first else None,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}
-
-
-def _summary(done: Sequence[_Done], state: State, homes: Mapping[str, str]) -> Summary:
-    tensors = {
-        result.item.name: Stored(
-            result.item.name,
-            dtype_name(result.item.spec.dtype),
-            result.item.spec.shape,
-            str(result.packed.plan) if result.packed.plan else "plain",
-            result.item.spec.nbytes,
-            _size(result.pieces),
-            homes.get(result.pieces[0].name, ""),
-            result.note,
-            result.packed.error,
-            result.packed.parts,
-        )
-        for result in done
-        if result.pieces
-    }
-    aliases = [replace(tensors[home], name=name).tied_to(home) for name, home in state.tied.items()]
-    return Summary([*tensors.values(), *aliases], sorted(set(homes.values())))

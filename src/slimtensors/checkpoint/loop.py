@@ -22,7 +22,6 @@ from slimtensors.checkpoint.keyframes import (
     resumable,
     saves_since_keyframe,
 )
-from slimtensors.checkpoint.lock import locked
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.retention import Retention
 from slimtensors.checkpoint.run import Point, drop_incomplete, points
@@ -35,6 +34,7 @@ from slimtensors.checkpoint.state import (
 )
 from slimtensors.container import StrPath, local
 from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.lock import locked
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from slimtensors import archive
 from slimtensors.checkpoint.commit import leftovers, remove_folder
-from slimtensors.checkpoint.lock import locked
 from slimtensors.checkpoint.manifest import (
     STATE,
     Manifest,
@@ -18,6 +17,7 @@ from slimtensors.checkpoint.manifest import (
 from slimtensors.checkpoint.reading import StoredState
 from slimtensors.container import StrPath, local
 from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.lock import locked
 
 
 @dataclass(frozen=True)

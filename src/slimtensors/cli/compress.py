@@ -4,10 +4,11 @@ import argparse
 
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
-from slimtensors.cli import console, quantize
+from slimtensors.cli import console, many, quantize
 from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
+from slimtensors.ranks import Ranks
 from slimtensors.summary import Summary, counted, human
 
 
@@ -32,24 +33,39 @@ def add_to(verbs: "console.Verbs") -> None:
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
     console.add_threads(verb)
+    many.add_timeout(verb)
     console.add_json(verb)
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compress, then say how much smaller it is."""
+    with many.ranks_of(options) as ranks:
+        total, summary = _run(options, ranks)
+        if ranks.rank == 0:
+            _report(options, total, summary)
+    return 0
+
+
+def _run(options: argparse.Namespace, ranks: Ranks) -> tuple[int, Summary]:
+    """Return how many bytes there were, and what they became."""
     quantize.check(options)
-    if not options.dry_run:
-        if options.output is None:
-            raise ConfigError("compress needs -o, or --dry-run")
+    if not options.dry_run and options.output is None:
+        raise ConfigError("compress needs -o, or --dry-run")
+    if ranks.count > 1 and (options.dry_run or options.calibration or not is_model(options.source)):
+        raise ConfigError("many processes compress a model folder, without data and for real")
+    if not options.dry_run and ranks.rank == 0:  # to the others, what rank 0 begins is there
         console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         check_globs(archive, options.only + options.skip)
         parse_size(options.max_shard_size)
         total = console.dense_bytes(archive)
-        with console.progress(total, "compress") as bar:
+        with many.progress(total, "compress", ranks) as bar:
             run = quantize.run if options.quantize else _compress
-            summary = run(options, archive, bar)
+            return total, run(options, archive, bar, ranks)
+
+
+def _report(options: argparse.Namespace, total: int, summary: Summary) -> None:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
@@ -59,10 +75,11 @@ def run(options: argparse.Namespace) -> int:
         if signed:
             what = counted(len(signed), "tensor")
             print(f"{what} with -0.0 among the zeros, kept as values: {signed[0]} ...")
-    return 0
 
 
-def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
+def _compress(
+    options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ranks
+) -> Summary:
     dialect = options.dialect or "slim"
     keep = matching(options.only, options.skip)
     preset = options.preset or presets.default(dialect)
@@ -82,6 +99,7 @@ def _compress(options: argparse.Namespace, archive: Archive, bar: Progress) -> S
             replace=options.force,
             threads=options.threads,
             progress=bar,
+            ranks=ranks,
         )
     return save(
         archive,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from slimtensors.archive import Archive
-from slimtensors.container import local
+from slimtensors.container import UNFINISHED, place
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Json
 
@@ -36,7 +36,9 @@ def add_source(verb: argparse.ArgumentParser) -> None:
 
 def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the options that name what is written."""
-    verb.add_argument("-o", "--output", required=required, help="file or folder to write")
+    verb.add_argument(
+        "-o", "--output", required=required, help="file or folder to write, or a URL (s3://...)"
+    )
     verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
     verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
 
@@ -81,7 +83,8 @@ def print_json(data: Json) -> None:
 
 def refuse_existing(target: str, *, force: bool) -> None:
     """Raise unless `target` is free or may be replaced."""
-    if local(target).exists() and not force:
+    where = place(target)
+    if not force and where.exists() and not where.child(UNFINISHED).exists():
         raise ConfigError(f"{target}: exists already; -f replaces it")
 
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from slimtensors.archive import Archive
+from slimtensors.beside import read_config
 from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.cli.card import card
 from slimtensors.errors import ConfigError
-from slimtensors.folder import check_globs, matching, read_config
+from slimtensors.folder import check_globs, matching
 from slimtensors.spec import Json
 from slimtensors.summary import Stored, Summary, human
 

@@ -16,6 +16,7 @@ from slimtensors.quantized_folder import (
     convert_folder,
     quantize_folder,
 )
+from slimtensors.ranks import Ranks
 from slimtensors.summary import Summary
 
 
@@ -52,12 +53,12 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError("--method gptq and --work need --calibration FILE")
 
 
-def run(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
+def run(options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ranks) -> Summary:
     """Quantize a folder, with data if there is some."""
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
     dialects.find(dialect)  # raises if there is none, before the model runs
-    how = Rewrite(options.max_shard_size, options.force, options.threads, bar)
+    how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=ranks)
     if options.calibration is None:
         return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
     text, method = Calibration.from_file(options.calibration), options.method or "rtn"

@@ -12,6 +12,7 @@ from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
+    Divisible,
     as_chunked,
     find,
     from_json,
@@ -29,6 +30,7 @@ __all__ = [
     "Codec",
     "Dense",
     "Density",
+    "Divisible",
     "Gaps",
     "Huffman",
     "Int",

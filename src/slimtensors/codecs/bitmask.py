@@ -46,6 +46,10 @@ class Bitmask:
             raise CorruptFileError(f"a mask of shape {tuple(mask.shape)} for shape {like.shape}")
         return scatter(mask.view(-1), as_bytes(parts["values"]), like, like.numel, each)
 
+    def step(self, spec: Spec) -> int:
+        """Return the items of a byte of the mask."""
+        return 8
+
 
 def mask_shape(spec: Spec) -> tuple[int, ...]:
     """Return the shape of a mask: its rows are those of the tensor, where they fill whole bytes."""

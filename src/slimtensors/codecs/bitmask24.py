@@ -55,6 +55,10 @@ class Bitmask24:
             mask[-1] &= 0x0F
         return bitmask.scatter(mask, as_bytes(parts["values"]), like, like.numel, each)
 
+    def step(self, spec: Spec) -> int:
+        """Return the items of whole bytes of both mask and codes: 8 and 12 of them."""
+        return 24
+
 
 def select(x: Tensor, row: int, each: Each) -> tuple[Tensor, Tensor]:
     """Return the mask that `select_mask` returns, and the values under it."""

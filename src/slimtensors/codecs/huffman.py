@@ -97,6 +97,10 @@ class Huffman:
         each(one, len(groups))
         return out
 
+    def step(self, spec: Spec) -> int:
+        """Return the items of a chunk: a complex number is two of them."""
+        return _CHUNK * _kind(spec.dtype).itemsize // spec.dtype.itemsize
+
     def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
         """Return items `begin` to `end` of the flat tensor, decoding only their chunks."""
         kind = _kind(like.dtype)
@@ -105,7 +109,7 @@ class Huffman:
             raise IndexError(f"items {begin} to {end} of {like.numel}")
         if begin == end:
             return torch.empty(0, dtype=like.dtype)
-        step = _CHUNK * kind.itemsize // like.dtype.itemsize  # a complex number is two items
+        step = self.step(like)
         some = slice(begin // step, -(-end // step))
         first, last = some.start * step, min(some.stop * step, like.numel)
         place = _places(chunks, [slice(0, some.start), some])[1]

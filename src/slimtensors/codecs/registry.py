@@ -50,6 +50,15 @@ class Chunked(Protocol):
         ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """An ability: the parts of pieces, laid end to end, are the parts of the whole."""
+
+    def step(self, spec: Spec) -> int:
+        """Return the number of items at whose multiples a tensor of this kind may be cut."""
+        ...
+
+
 @cache  # asking a protocol is slow, and a model has thousands of tensors
 def _is_chunked(cls: type[Codec]) -> bool:
     return issubclass(cls, Chunked)

@@ -1,17 +1,19 @@
 """Safetensors files: header, reading, writing, shards."""
 
 from slimtensors.container.header import Entry, Header, check_name, has_code
-from slimtensors.container.place import LocalPlace, Place, StrPath, local, place
+from slimtensors.container.place import LocalPlace, Place, RemotePlace, StrPath, local, place
 from slimtensors.container.reader import (
     DELTA,
     INDEX,
     SINGLE,
+    UNFINISHED,
     StoredFile,
     is_inside,
     open_file,
     open_files,
     weight_files,
 )
+from slimtensors.container.remote import RemoteOutput, sending_folder
 from slimtensors.container.shards import (
     FileOutput,
     FolderOutput,
@@ -28,6 +30,7 @@ __all__ = [
     "DELTA",
     "INDEX",
     "SINGLE",
+    "UNFINISHED",
     "Chunk",
     "Entry",
     "FileOutput",
@@ -37,6 +40,8 @@ __all__ = [
     "Output",
     "Piece",
     "Place",
+    "RemoteOutput",
+    "RemotePlace",
     "StoredFile",
     "StrPath",
     "check_name",
@@ -49,6 +54,7 @@ __all__ = [
     "open_files",
     "parse_size",
     "place",
+    "sending_folder",
     "sync_folder",
     "weight_files",
     "write_index",

@@ -27,8 +27,16 @@ class Place(Protocol):
         """Return the file called `name` in this folder."""
         ...
 
+    def exists(self) -> bool:
+        """Tell whether there is something."""
+        ...
+
     def is_folder(self) -> bool:
         """Tell whether this is a folder."""
+        ...
+
+    def stamp(self) -> str:
+        """Return what is another text once the file has been changed."""
         ...
 
     def files(self) -> list[str]:
@@ -67,8 +75,15 @@ class LocalPlace:
     def child(self, name: str) -> "LocalPlace":  # noqa: D102
         return LocalPlace(self.path / name)
 
+    def exists(self) -> bool:  # noqa: D102
+        return self.path.exists()
+
     def is_folder(self) -> bool:  # noqa: D102
         return self.path.is_dir()
+
+    def stamp(self) -> str:  # noqa: D102
+        found = self.path.stat()
+        return f"{found.st_size}:{found.st_mtime_ns}"
 
     def files(self) -> list[str]:  # noqa: D102
         return sorted(path.name for path in self.path.iterdir() if path.is_file())
@@ -104,6 +119,17 @@ class RemotePlace:
     def child(self, name: str) -> "RemotePlace":  # noqa: D102
         return RemotePlace(self.filesystem, f"{self.path}/{name}")
 
+    def exists(self) -> bool:  # noqa: D102
+        with naming(str(self)):
+            self.filesystem.invalidate_cache()  # others write there too
+            return bool(self.filesystem.exists(self.path))
+
+    def stamp(self) -> str:  # noqa: D102
+        with naming(str(self)):
+            self.filesystem.invalidate_cache()
+            size = self.filesystem.info(self.path)["size"]
+            return f"{size}:{self.filesystem.checksum(self.path)}"
+
     def is_folder(self) -> bool:  # noqa: D102
         with naming(str(self)):
             return not self.filesystem.isfile(self.path) and bool(self.filesystem.isdir(self.path))
@@ -124,6 +150,22 @@ class RemotePlace:
 
     def open(self) -> Source:  # noqa: D102
         return RemoteFile(self.filesystem, self.path, str(self))
+
+    def write(self, data: bytes) -> None:
+        """Make this a file with that content."""
+        with naming(str(self)):
+            self.filesystem.pipe_file(self.path, data)
+
+    def send(self, path: Path) -> None:
+        """Make this a copy of a file of this machine."""
+        with naming(str(self)):
+            self.filesystem.put_file(str(path), self.path)
+
+    def remove(self) -> None:
+        """Remove the file, or the folder and all that is in it, if there is one."""
+        if self.exists():
+            with naming(str(self)):
+                self.filesystem.rm(self.path, recursive=True)
 
 
 def local(path: StrPath) -> Path:

@@ -13,6 +13,8 @@ from slimtensors.errors import CorruptFileError, FormatError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """What transformers and its kin look for in a folder."""
+UNFINISHED = ".slimtensors-unfinished.json"
+"""What lies in a folder elsewhere until it is complete: it cannot be renamed into place."""
 DELTA = "delta.safetensors"
 """What they do not find: with this alone they stop, whatever it holds."""
 
@@ -37,6 +39,16 @@ class StoredFile:
         """Return the bytes of a stored tensor, or its first `size`; valid until `release`."""
         begin, end = self.header.size + entry.begin, self.header.size + entry.end
         return self.source.read(begin, end if size is None else min(begin + size, end))
+
+    def read_part(self, entry: Entry, begin: int, end: int) -> memoryview:
+        """Return some bytes of a stored tensor; valid until `release`."""
+        start = self.header.size + entry.begin
+        return self.source.read(start + begin, start + end)
+
+    def release_part(self, entry: Entry, begin: int, end: int) -> None:
+        """Say that these bytes of a stored tensor are no longer needed."""
+        start = self.header.size + entry.begin
+        self.source.release(start + begin, start + end)
 
     def release(self, entry: Entry) -> None:
         """Say that the bytes of a stored tensor are no longer needed."""
@@ -115,6 +127,11 @@ def _main(where: Place) -> Place:
 
 def _main_file(folder: Place) -> str:
     files = folder.files()
+    if UNFINISHED in files:
+        raise FormatError(
+            f"{folder}: is not complete: its files are being written, or a run was stopped;"
+            " the same command, run again, goes on with it"
+        )
     for name in (SINGLE, INDEX, DELTA):
         if name in files:
             return name

@@ -26,7 +26,7 @@ class Output(Protocol):
         """Append what belongs to one tensor; it stays together in one file."""
         ...
 
-    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
         """Make everything visible under its final name; return the files and what each holds."""
         ...
 
@@ -72,12 +72,12 @@ class FileOutput(_Writers):
         for piece in pieces:
             self._writers[0].add(piece)
 
-    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
         """Replace the target by the new file in one step."""
         _finish(self._writers[0], order, describe)
         self._writers[0].commit(self._target)
         sync_folder(self._target.parent)
-        return {self._target: list(order)}
+        return {str(self._target): list(order)}
 
 
 class FolderOutput(_Writers):
@@ -110,7 +110,7 @@ class FolderOutput(_Writers):
         for piece in pieces:
             writer.add(piece)
 
-    def commit(self, order: Sequence[str], describe: Describe) -> dict[Path, list[str]]:
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
         """Put the new model in place, then remove what is left of the old one."""
         for writer in self._writers:
             _finish(writer, order, describe)
@@ -122,7 +122,7 @@ class FolderOutput(_Writers):
             _insist(lambda: self._tidy(names, old))
         sync_folder(self._folder)
         homes = zip(names, self._writers, strict=True)
-        return {self._folder / name: list(writer.checksums) for name, writer in homes}
+        return {str(self._folder / name): list(writer.checksums) for name, writer in homes}
 
     def _rename(self, names: Sequence[str], order: Sequence[str]) -> None:
         for writer, name in zip(self._writers, names, strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 from slimtensors.container import StoredFile
 from slimtensors.dialects import compressed_tensors, slim
 from slimtensors.dialects.manifest import KEY, VERSION, Manifest, is_sealed
-from slimtensors.dialects.member import Member, Packed, Stored
+from slimtensors.dialects.member import Member, Packed, PlainMember, Stored
 from slimtensors.dialects.slim import BlobMember
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
 from slimtensors.plan import Encoded, Plan
@@ -151,6 +151,7 @@ __all__ = [
     "Manifest",
     "Member",
     "Packed",
+    "PlainMember",
     "contents",
     "find",
     "names",

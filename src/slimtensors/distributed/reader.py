@@ -15,7 +15,6 @@ from torch.futures import Future
 from slimtensors.archive.workers import Workers
 from slimtensors.container import StrPath, local
 from slimtensors.distributed.boxes import Box
-from slimtensors.distributed.cores import threads_here
 from slimtensors.distributed.metadata import to_metadata
 from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError, MismatchError
@@ -103,7 +102,7 @@ class StorageReader(Reader):
                 raise MismatchError(f"{item.storage_index.fqn}: {shapes}")
             _add_jobs(jobs, stored, item, target)
             tensors.append((item, target))
-        with Workers(threads_here(self._threads)) as workers:
+        with Workers(self._threads) as workers:
 
             def one(job: _Job) -> None:
                 x = stored.piece(job.tensor, job.piece, job.file, workers.each)

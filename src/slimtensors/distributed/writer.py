@@ -21,7 +21,6 @@ from slimtensors.checkpoint.roles import About
 from slimtensors.container import StrPath
 from slimtensors.distributed.boxes import Box, pieces
 from slimtensors.distributed.coding import How, describe
-from slimtensors.distributed.cores import threads_here
 from slimtensors.distributed.manifest import PIECE, VERSION, Base, Manifest
 from slimtensors.distributed.metadata import Written, stored_tables
 from slimtensors.distributed.pending import Pending, real_path
@@ -193,7 +192,7 @@ class StorageWriter(Writer):
             how=How(self._profile, self._lossy, self._base),
             preset=self._preset,
             whole=getattr(planner, "state_dict", {}),
-            threads=threads_here(self._threads),
+            threads=self._threads,
         )
 
         def result(item: WriteItem) -> WriteResult:

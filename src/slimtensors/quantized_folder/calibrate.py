@@ -11,7 +11,8 @@ from slimtensors.archive import save
 from slimtensors.compressor import ModelCompressor
 from slimtensors.container import SINGLE, StrPath, place
 from slimtensors.errors import ConfigError, MissingDependencyError
-from slimtensors.folder import remake, without_any_section
+from slimtensors.folder import without_any_section
+from slimtensors.making import remake
 from slimtensors.quantization import QuantizationConfig, quantize_model
 from slimtensors.quantized_folder.rewrite import Rewrite
 from slimtensors.spec import Json

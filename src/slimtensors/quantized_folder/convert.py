@@ -12,6 +12,7 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State, as_state
+from slimtensors.beside import read_config
 from slimtensors.codecs import Huffman
 from slimtensors.compressor.quantized import is_number, key_of, scheme_of, stored_layers
 from slimtensors.container import Place, StrPath, place
@@ -20,7 +21,6 @@ from slimtensors.errors import ConfigError, CorruptFileError, SlimError
 from slimtensors.folder import (
     compress_folder,
     decompress_folder,
-    read_config,
     with_section,
     without_any_section,
     without_section,

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from slimtensors import presets
 from slimtensors.archive import Archive
+from slimtensors.beside import read_config
 from slimtensors.codecs import Bitmask, Huffman
 from slimtensors.container import StrPath, place
 from slimtensors.dialects.quantized import format_of as written_format
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.folder import compress_folder, read_config, without_any_section
+from slimtensors.folder import compress_folder, without_any_section
 from slimtensors.plan import Plan
 from slimtensors.presets import Choice
 from slimtensors.quantization import (
@@ -72,12 +73,27 @@ def quantize_folder(
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
         if dialect == SLIM:
-            return compress_folder(source, target, preset=layers.coded, dialect=SLIM, **vars(how))
+            return compress_folder(
+                source,
+                target,
+                preset=layers.coded,
+                dialect=SLIM,
+                stands_for=config.to_dict(),
+                **vars(how),
+            )
 
         def edit(data: Json, _: Summary) -> Json:
             return {**without_any_section(data), "quantization_config": section}
 
-        return how.run(archive, where, target, edit, choose=layers.plain, dialect=dialect)
+        return how.run(
+            archive,
+            where,
+            target,
+            edit,
+            choose=layers.plain,
+            dialect=dialect,
+            stands_for=config.to_dict(),
+        )
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.state import State, as_state
 from slimtensors.container import Place, StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.folder import How, remake, without_section, write_weights
+from slimtensors.folder import without_section
+from slimtensors.making import How, Weights, job_of, make_folder
 from slimtensors.presets import Chooser
 from slimtensors.quantization import QuantizationConfig
+from slimtensors.ranks import Alone, Ranks
 from slimtensors.spec import Json, find_dtype
 from slimtensors.summary import Summary
 
@@ -30,6 +32,8 @@ class Rewrite:
     threads: int | None = None
     progress: Progress | None = None
     storage_options: dict[str, Any] | None = None
+    ranks: Ranks | None = None
+    """The processes that share the work; by default there is one."""
 
     def run(
         self,
@@ -41,16 +45,33 @@ class Rewrite:
         choose: Chooser,
         dialect: str,
         state: Callable[[Archive], State] = as_state,
+        stands_for: Json | None = None,
     ) -> Summary:
-        """Write what `state` makes of each file of a folder, and its config as `edit` says."""
-        how = How(choose, dialect, self.max_shard_size, self.threads, self.progress)
-        return remake(
-            where,
+        """Write what `state` makes of each file of a folder, and its config as `edit` says.
+
+        If `stands_for` tells what all of that does, a run that was stopped can go on.
+        """
+        options = {
+            "quantize": stands_for,
+            "dialect": dialect,
+            "max_shard_size": self.max_shard_size,
+        }
+        how = How(
+            choose,
+            dialect,
+            self.max_shard_size,
+            self.threads,
+            self.progress,
+            state=state,
+            ranks=self.ranks or Alone(),
+        )
+        return make_folder(
+            Weights(archive, where, how),
             target,
-            lambda folder: write_weights(archive, where, folder, how, state),
             edit,
-            sources=[archive.path],
+            job=job_of(archive, where, options) if stands_for is not None else None,
             replace=self.replace,
+            storage_options=self.storage_options,
         )
 
 

@@ -6,7 +6,16 @@ from slimtensors.sparsity.config import (
     SparsityConfig,
     parse_section,
 )
-from slimtensors.sparsity.measure import Sparsity, Zeros, combined, count_zeros, is_24, sparsity_of
+from slimtensors.sparsity.measure import (
+    Sparsity,
+    Zeros,
+    combined,
+    count_zeros,
+    is_24,
+    sparsity_of,
+    sparsity_of_rows,
+    stacked,
+)
 from slimtensors.sparsity.positions import mask_plan
 
 __all__ = [
@@ -21,4 +30,6 @@ __all__ = [
     "mask_plan",
     "parse_section",
     "sparsity_of",
+    "sparsity_of_rows",
+    "stacked",
 ]

@@ -79,14 +79,33 @@ class Sparsity:
 
 def sparsity_of(x: Tensor) -> Sparsity:
     """Measure a tensor in main memory."""
-    zeros = count_zeros(x)
-    zero = zeros.zero + zeros.negative
+    zero = _zeros_of_both_signs(x)
     if x.dim() < 2 or zero < _SPARSE * x.numel():
         return Sparsity(x.numel(), zero)
+    return _in_groups(x, zero)
+
+
+def sparsity_of_rows(x: Tensor) -> Sparsity:
+    """Measure some rows of a matrix, which may be sparse even where these are not."""
+    return _in_groups(x, _zeros_of_both_signs(x))
+
+
+def _zeros_of_both_signs(x: Tensor) -> int:
+    zeros = count_zeros(x)
+    return zeros.zero + zeros.negative
+
+
+def _in_groups(x: Tensor, zero: int) -> Sparsity:
     signed = x.dtype in _SIGNED_ZERO
     found = _core.group_peaks(as_bytes(x), x.element_size(), signed)
     peaks = {n: most for n, most in zip(GROUPS, found, strict=True) if x.shape[-1] % n == 0}
     return Sparsity(x.numel(), zero, x.numel() - zero, x.numel(), peaks)
+
+
+def stacked(rows: Iterable[Sparsity]) -> Sparsity:
+    """Return what `sparsity_of` would say of a matrix whose rows were measured piece by piece."""
+    whole = combined(rows)
+    return whole if whole.zero >= _SPARSE * whole.items else Sparsity(whole.items, whole.zero)
 
 
 def combined(found: Iterable[Sparsity]) -> Sparsity:

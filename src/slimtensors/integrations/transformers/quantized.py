@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item
 from slimtensors.archive.workers import Workers
+from slimtensors.beside import read_config
 from slimtensors.compressor.quantized import (
     dense_weight,
     is_number,
@@ -20,7 +21,6 @@ from slimtensors.compressor.quantized import (
 )
 from slimtensors.container import LocalPlace, old_files, weight_files
 from slimtensors.errors import ConfigError, MismatchError, SlimError
-from slimtensors.folder import read_config
 from slimtensors.integrations.transformers.weights import same
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.plans import format_of

@@ -13,10 +13,11 @@ from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
+from slimtensors.beside import edit_config, read_config
 from slimtensors.container import INDEX, StrPath, local, note_parameters, parse_size
 from slimtensors.dialects import Packed
 from slimtensors.errors import ConfigError
-from slimtensors.folder import described, edit_config, read_config
+from slimtensors.folder import described
 from slimtensors.formats import preset_of
 from slimtensors.integrations.transformers import weights
 from slimtensors.integrations.transformers.quantized import (

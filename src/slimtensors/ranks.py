@@ -1,0 +1,146 @@
+"""Processes that share a piece of work: who they are, and how each learns that another failed."""
+
+import os
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+from slimtensors.errors import ConfigError, RankError
+
+TIMEOUT = 600.0
+"""Seconds after which a rank that shows no progress counts as lost."""
+
+_LOOK = 0.05
+"""Seconds between two looks at the others."""
+_TELL = 1.0
+"""Seconds between two signs of life."""
+
+
+class Ranks(Protocol):
+    """The processes of a run, as one of them sees it."""
+
+    @property
+    def rank(self) -> int:
+        """Which one this is, from 0."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def advance(self) -> None:
+        """Say that this rank gets on with its work; raise if another one has failed."""
+        ...
+
+    def meet(self, at: str) -> None:
+        """Wait until all have come to the point `at`; raise if one fails or shows no progress."""
+        ...
+
+
+class Alone:
+    """One process that has nobody to wait for."""
+
+    rank, count = 0, 1
+
+    def advance(self) -> None:
+        """Do nothing."""
+
+    def meet(self, at: str) -> None:
+        """Do nothing."""
+
+
+class Together:
+    """Processes that know of each other by a store of torch.distributed."""
+
+    def __init__(self, store: Any, rank: int, count: int, *, timeout: float = TIMEOUT) -> None:
+        self.rank, self.count = rank, count
+        self._store, self._timeout = store, timeout
+        self._told, self._step = 0.0, 0
+
+    def advance(self) -> None:
+        """Give a sign of life once a second, and look whether all is well."""
+        if time.monotonic() - self._told >= _TELL:
+            self._sign()
+            self._look()
+
+    def meet(self, at: str) -> None:
+        """Wait for the others, each for as long as it gets on."""
+        self._sign()
+        self._set(f"{at}/{self.rank}", "here")
+        waiting = [rank for rank in range(self.count) if rank != self.rank]
+        signs = dict.fromkeys(waiting, (b"", time.monotonic()))
+        while waiting := [rank for rank in waiting if not self._has(f"{at}/{rank}")]:
+            self.advance()
+            self._look()
+            for rank in waiting:
+                self._check_alive(rank, signs)
+            time.sleep(_LOOK)
+
+    def fail(self, error: object) -> None:
+        """Tell the others that this rank gives up."""
+        self._set("failed", f"{self.rank}: {error}")
+
+    def leave(self) -> None:
+        """Wait until the others have seen the end, where the store is part of this process."""
+        self._set(f"left/{self.rank}", "")
+        end = time.monotonic() + min(self._timeout, 30)
+        waiting = range(self.count if self.rank == 0 else 0)
+        while time.monotonic() < end and not all(self._has(f"left/{rank}") for rank in waiting):
+            time.sleep(_LOOK)
+
+    def _sign(self) -> None:
+        self._told, self._step = time.monotonic(), self._step + 1
+        self._set(f"alive/{self.rank}", str(self._step))
+
+    def _look(self) -> None:
+        if not self._has("failed"):
+            return
+        rank, _, why = self._get("failed").decode().partition(": ")
+        if int(rank) != self.rank:
+            raise RankError(f"stopped, because rank {rank} failed: {why}")
+
+    def _check_alive(self, rank: int, signs: dict[int, tuple[bytes, float]]) -> None:
+        key, now = f"alive/{rank}", time.monotonic()
+        sign = self._get(key) if self._has(key) else b""
+        if sign != signs[rank][0]:
+            signs[rank] = sign, now
+        if now - signs[rank][1] > self._timeout:
+            raise RankError(f"rank {rank} has not got on for {self._timeout:g} s (see --timeout)")
+
+    def _set(self, key: str, value: str) -> None:
+        self._ask("set", _named(key), value)
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self._ask("get", _named(key)))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask("check", [_named(key)]))
+
+    def _ask(self, what: str, *words: object) -> Any:
+        try:
+            return getattr(self._store, what)(*words)
+        except RuntimeError as error:  # of torch: the process that keeps the store is gone
+            raise RankError("lost the connection to the other ranks") from error
+
+
+def _named(key: str) -> str:
+    return f"slimtensors/{key}"  # the launcher keeps things in the same store
+
+
+def are_several() -> bool:
+    """Tell whether torchrun, or what sets the same variables, started several processes."""
+    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def from_environment(*, timeout: float = TIMEOUT) -> Together:
+    """Find the other processes by the variables that torchrun sets: RANK, WORLD_SIZE, ..."""
+    try:
+        from torch.distributed.rendezvous import rendezvous
+    except ImportError:
+        raise ConfigError("this torch has no torch.distributed; start one process") from None
+    try:
+        store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except (ValueError, RuntimeError) as error:
+        raise RankError(f"cannot reach the other ranks: {error}") from error
+    return Together(store, rank, count, timeout=timeout)

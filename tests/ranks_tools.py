@@ -1,0 +1,61 @@
+"""Several ranks: as threads of this process, or as processes that torchrun starts."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from slimtensors.ranks import Together
+
+TESTS = Path(__file__).parent
+
+
+def together(count, work, *, timeout=30):
+    """Call `work` with the ranks of each thread; return what each returned or raised."""
+    from torch.distributed import HashStore
+
+    store, results = HashStore(), {}
+
+    def one(rank):
+        ranks = Together(store, rank, count, timeout=timeout)
+        try:
+            results[rank] = work(ranks)
+        except Exception as error:
+            ranks.fail(error)
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(count)]
+
+
+def torchrun(count, *words, script=None, **environment):
+    """Run the command line, or a script, in so many processes."""
+    what = [str(script)] if script else ["-m", "slimtensors"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, f"--nproc-per-node={count}", *what, *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def said(done):
+    """What our processes said, without what torchrun says of them."""
+    return sorted(line for line in done.stderr.splitlines() if line.startswith("slimtensors: "))
+
+
+def files(folder):
+    """Everything in a folder, by relative paths."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
