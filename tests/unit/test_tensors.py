@@ -38,6 +38,8 @@ from slimtensors.tensors import (
     QuantizedTensor,
     SparseTensor,
     is_linear_or_embedding,
+    kernels,
+    quantized,
     rebuild,
 )
 
@@ -159,6 +161,17 @@ def test_products_hold_for_any_shape(kind, rows, groups, count, dtype, seed):
     assert error <= (tolerance(dtype) + rounding) * size
 
 
+@each_dtype
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
+def test_many_inputs_are_multiplied_by_some_rows_at_a_time(kind, dtype, monkeypatch):
+    monkeypatch.setattr(quantized, "_PIECE", 4096)
+    monkeypatch.setattr(kernels, "_is_slow", lambda dtype: False)
+    weight = KINDS[kind](matrix(dtype=dtype))
+    x = torch.randn(3, 50, 64).to(dtype)
+    wanted = functional.linear(x, weight.dequantize())
+    assert close(functional.linear(x, weight), wanted, tolerance(dtype))
+
+
 def test_inputs_that_need_a_gradient_get_one():
     weight = int8_weight_only()(matrix(dtype=torch.float32, keep=1))
     x = torch.randn(3, 64, requires_grad=True)
@@ -186,6 +199,8 @@ def test_copies_and_slices_stay_compressed(compress):
     assert isinstance(rows, CompressedTensor)
     assert same_bits(rows.dequantize(), dense[7:30])
     assert weight[0:0].dequantize().shape == (0, 64)
+    x = torch.randn(3, 64).bfloat16()
+    assert close(functional.linear(x, weight[::3]), functional.linear(x, weight)[:, ::3], 0.02)
 
 
 @each_kind
@@ -305,6 +320,7 @@ def test_weights_of_the_same_kind_are_copied_in_place():
     nn.init.normal_(other.up.weight)
     quantize_(toy, int4_weight_only(group_size=32))
     quantize_(other, int4_weight_only(group_size=32))
+    assert not same_bits(toy(TOKENS), other(TOKENS))
     toy.load_state_dict(other.state_dict())
     assert same_bits(toy(TOKENS), other(TOKENS))
     with pytest.raises(RuntimeError, match="dequantize"):

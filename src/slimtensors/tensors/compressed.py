@@ -132,7 +132,10 @@ class CompressedTensor(Tensor):
 
     def _is_traced(self) -> bool:
         """Tell whether a compiler looks on: then parts hold no data."""
-        return torch.compiler.is_compiling() or any(type(x) is not Tensor for _, x in self.leaves())
+        first: Tensor = self
+        while isinstance(first, CompressedTensor):
+            first = getattr(first, first.part_names[0])
+        return torch.compiler.is_compiling() or type(first) is not Tensor
 
     def _traced(self) -> tuple[str, list[Tensor]]:
         """Return what operations that compilers do not look into take for this tensor."""
@@ -179,12 +182,11 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
         if func in _KEEPING_GRADIENTS_OFF:
             return args[0] if func is Tensor.requires_grad_ else None
+        run = _linear if func is functional.linear else func
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
