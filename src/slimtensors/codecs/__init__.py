@@ -12,6 +12,8 @@ from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
+    Into,
+    Ranged,
     as_chunked,
     find,
     from_json,
@@ -33,6 +35,8 @@ __all__ = [
     "Huffman",
     "Int",
     "IntBlocks",
+    "Into",
+    "Ranged",
     "TorchQuantized",
     "as_chunked",
     "find",
