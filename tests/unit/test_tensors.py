@@ -204,6 +204,43 @@ def test_copies_and_slices_stay_compressed(compress):
 
 
 @each_kind
+def test_single_rows_are_dense(compress):
+    weight = compress(matrix(keep=1))
+    dense = weight.dequantize()
+    assert same_bits(weight[5].clone(), dense[5].clone())
+    assert same_bits(weight[-1].clone(), dense[-1].clone())
+
+
+STACKS = {
+    "int8": QuantizationArgs(8, group_size=-1),
+    "int8 per tensor": QuantizationArgs(8),
+    "int4": QuantizationArgs(4, symmetric=False, group_size=32),
+    "blocks": QuantizationArgs.from_dict(
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}
+    ),
+    "nvfp4": QuantizationArgs.from_dict(
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    ),
+}
+
+
+@pytest.mark.parametrize("args", STACKS.values(), ids=STACKS)
+def test_matrices_of_a_stack_can_be_taken(args):
+    experts = torch.stack([matrix(keep=1, seed=seed) * (seed + 1) for seed in range(3)])
+    held = QuantizedTensor.quantize(experts, QuantizedConfig(args))
+    dense = held.dequantize()
+    some = held[1:]
+    assert isinstance(some, QuantizedTensor)
+    assert same_bits(some.dequantize(), dense[1:].clone())
+    x = torch.randn(2, 64).bfloat16()
+    for i, expert in enumerate(held):
+        assert isinstance(expert, QuantizedTensor)
+        expert.check()
+        assert same_bits(expert.dequantize(), dense[i].clone())
+        assert close(functional.linear(x, expert), functional.linear(x, dense[i]), 0.02)
+
+
+@each_kind
 @each_dtype
 def test_another_dtype_is_that_of_the_numbers(compress, dtype):
     weight = compress(matrix(keep=0.4))

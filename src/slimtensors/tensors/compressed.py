@@ -95,6 +95,10 @@ class CompressedTensor(Tensor):
         """Return some rows: compressed ones of a slice, dense ones of a list of indices."""
         return self.dequantize()[index]
 
+    def at(self, index: int) -> Tensor:
+        """Return one row."""
+        return self.rows(torch.tensor([index], device=self.device))[0]
+
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors that are held, by name."""
         return {name: x for name in self.part_names if (x := getattr(self, name)) is not None}
@@ -328,6 +332,14 @@ def _slice(
     return x.rows(slice(start, end, step)) if dim == 0 else NotImplemented
 
 
+def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
+    return x.at(index) if dim == 0 else NotImplemented
+
+
+def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
+    return [x.at(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
+
+
 def _embedding(
     weight: CompressedTensor,
     indices: Tensor,
@@ -369,6 +381,8 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.contiguous.default: lambda x, **layout: x,
     _aten._to_copy.default: _to_copy,
     _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
     _aten.embedding.default: _embedding,
     _aten.copy_.default: _copy,
     _aten.equal.default: _equal,

@@ -166,24 +166,25 @@ class QuantizedTensor(CompressedTensor):
         return out
 
     def _is_cut(self) -> bool:
-        """Tell whether some rows are codes and params by themselves."""
-        return self.dim() == 2 and self.config.args.strategy in (
-            *_BY_ROW,
-            QuantizationStrategy.TENSOR,
-        )
+        """Tell whether some rows, or matrices of a stack, are codes and params by themselves."""
+        by_row = self.config.args.strategy in (*_BY_ROW, QuantizationStrategy.TENSOR)
+        return self.dim() == 3 or (self.dim() == 2 and by_row)
 
-    def _cut(self, index: slice | Tensor) -> tuple[Tensor, Params]:
-        """Return the codes and params of some rows."""
+    def _cut(self, index: slice | int | Tensor) -> tuple[Tensor, Params]:
+        """Return the codes and params of some rows, or of some matrices of a stack."""
         params, codes = self.params, self.plain_codes()[index]
-        if self.config.args.strategy is QuantizationStrategy.TENSOR:
+        if self.dim() == 2 and self.config.args.strategy is QuantizationStrategy.TENSOR:
             return codes, params
-        zero = params.zero_point
+        zero, whole = params.zero_point, params.global_scale
         return codes, replace(
-            params, scale=params.scale[index], zero_point=None if zero is None else zero[index]
+            params,
+            scale=params.scale[index],
+            zero_point=None if zero is None else zero[index],
+            global_scale=whole if whole is None or whole.numel() == 1 else whole[index],
         )
 
     def rows(self, index: slice | Tensor) -> Tensor:
-        """Return some rows, compressed if they are a slice."""
+        """Return some rows, or matrices of a stack, compressed if they are a slice."""
         if not self._is_cut():
             if isinstance(index, slice):
                 raise UnsupportedOperationError(
@@ -191,10 +192,18 @@ class QuantizedTensor(CompressedTensor):
                 )
             return self.dequantize()[index]
         codes, params = self._cut(index)
-        shape = (codes.shape[0], self.shape[1])
+        shape = (codes.shape[0], *self.shape[1:])
         if isinstance(index, slice):
             return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
         return _decoded(codes, params, self.config.args, shape).to(self.dtype)
+
+    def at(self, index: int) -> Tensor:
+        """Return one matrix of a stack, compressed, or a dense row."""
+        if self.dim() != 3:
+            return super().at(index)
+        codes, params = self._cut(index)
+        shape = tuple(self.shape[1:])
+        return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
 
     def describe(self) -> str:
         """Say in a few words how the numbers are held."""
