@@ -252,6 +252,16 @@ def test_another_dtype_is_that_of_the_numbers(compress, dtype):
 
 
 @each_kind
+def test_memory_can_be_shared_with_other_processes(compress):
+    toy = model()
+    quantize_(toy, compress)
+    before = toy(TOKENS)
+    toy.share_memory()
+    assert toy.up.weight.is_shared()
+    assert same_bits(toy(TOKENS), before)
+
+
+@each_kind
 def test_another_device_takes_all_parts(compress):
     weight = compress(matrix()).to("meta")
     assert weight.device.type == "meta"

@@ -188,7 +188,7 @@ class CompressedTensor(Tensor):
     ) -> Any:
         if func in _KEEPING_GRADIENTS_OFF:
             return args[0] if func is Tensor.requires_grad_ else None
-        run = _linear if func is functional.linear else func
+        run = _FUNCTIONS.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
             return run(*args, **(kwargs or {}))
 
@@ -372,6 +372,19 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
+
+def _share_memory(x: CompressedTensor) -> CompressedTensor:
+    for _, leaf in x.leaves():
+        leaf.share_memory_()  # type: ignore[no-untyped-call]
+    return x
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: lambda x: all(leaf.is_shared() for _, leaf in x.leaves()),
+}
+"""What would not come down to operations, or would end the process."""
 
 _aten = torch.ops.aten
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
