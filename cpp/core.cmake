@@ -55,5 +55,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_sources(slim_core PRIVATE ${avx2})
   set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
   set_property(SOURCE ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp APPEND PROPERTY COMPILE_OPTIONS "-mfma")
+  target_sources(slim_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/product_avx512.cpp)
+  # GCC 12 warns of its own header.
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/product_avx512.cpp PROPERTIES COMPILE_OPTIONS
+    "-mavx2;-mfma;-mavx512f;$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>")
   set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
 endif()

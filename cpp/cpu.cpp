@@ -11,7 +11,9 @@ Cpu choose() {
     const char* wish = std::getenv("SLIMTENSORS_CPU");
     const std::string_view name = wish ? wish : "";
     if (name == "plain") return {};
-    if (name.empty() || name == "avx2") return detect_cpu();
+    Cpu found = detect_cpu();
+    if (name == "avx2") found.avx512 = false;
+    if (name.empty() || name == "avx2") return found;
     throw std::invalid_argument("SLIMTENSORS_CPU must be 'plain', 'avx2' or not set");
 }
 
@@ -28,6 +30,7 @@ Cpu detect_cpu() {
     found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
                  __builtin_cpu_supports("fma");
+    found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f");
     found.crc32c = __builtin_cpu_supports("sse4.2");
 #elif defined(__ARM_FEATURE_CRC32)
     found.crc32c = true;

@@ -18,23 +18,30 @@ namespace {
 
 const ProductKernels& kernels() {
 #if defined(SLIMTENSORS_X86)
+    if (cpu().avx512) return product_kernels_avx512();
     if (cpu().avx2) return product_kernels_avx2();
 #endif
     return product_kernels_plain();
 }
 
+constexpr std::size_t inputs_in_cache = 64;  // that all rows are multiplied by before the next ones come
+
 std::size_t divide_up(std::size_t n, std::size_t by) { return n / by + (n % by != 0); }
 
-float scale_at(const Scales& scales, std::size_t i) {
-    const std::uint8_t* const at = scales.values.data();
-    switch (scales.kind) {
-        case Number::f32:
-            return load<float>(at + 4 * i);
-        case Number::f16:
-            return F16::value(load<std::uint16_t>(at + 2 * i));
-        default:
-            return BF16::value(load<std::uint16_t>(at + 2 * i));
+template <class Number>
+void read(const std::uint8_t* from, float divisor, std::span<float> to) {
+    using Bits = typename Number::Bits;
+    for (float& scale : to) {
+        scale = Number::value(load<Bits>(from)) / divisor;
+        from += sizeof(Bits);
     }
+}
+
+void read_scales(const Scales& scales, std::size_t first, std::span<float> to) {
+    const std::uint8_t* const from = scales.values.data();
+    if (scales.kind == Number::f32) return read<F32>(from + 4 * first, scales.divisor, to);
+    if (scales.kind == Number::f16) return read<F16>(from + 2 * first, scales.divisor, to);
+    read<BF16>(from + 2 * first, scales.divisor, to);
 }
 
 // All that the rows of one call share.
@@ -44,42 +51,95 @@ struct Product {
     const Scales& scales;
     std::size_t columns, block, across, rows, stride, count;
     float* products;
-    std::vector<float> inputs, sorted;
+    const ProductKernels& loops = kernels();
+    std::size_t padded = divide_up(columns, whole) * whole + 16;     // never a power of two, as rows
+    std::vector<float> inputs = std::vector<float>(count * padded);  // each ends in zeros
 
-    void prepare(Bytes given) {
-        inputs.resize(count * columns);
-        std::memcpy(inputs.data(), given.data(), given.size());
-        if (kind != Codes::packed) return;
-        sorted.resize(inputs.size());
-        for (std::size_t n = 0; n < count; ++n)
-            for (std::size_t begin = 0; begin < columns; begin += block)
-                for (std::size_t i = begin; i + 16 <= std::min(begin + block, columns); i += 16)
-                    for (std::size_t k = 0; k < 16; ++k)
-                        sorted[n * columns + i + k / 2 + 8 * (k % 2)] = inputs[n * columns + i + k];
-    }
-
-    void run(std::size_t first, std::size_t last) const {
-        const ProductKernels& all = kernels();
-        const auto& loops = kind == Codes::packed ? all.nibbles : kind == Codes::fp8 ? all.fp8 : all.ints;
-        const std::int32_t lowest = kind == Codes::packed ? 8 : 0;  // what nibbles count up from is -8
-        std::vector<float> factors(across);
-        std::vector<std::int32_t> zeros(across, lowest);
-        for (std::size_t r = first; r < last; ++r) {
-            for (std::size_t b = 0, i = r * across; b < across; ++b, ++i) {
-                factors[b] = scale_at(scales, i) / scales.divisor;
-                if (!scales.zero_points.empty())
-                    zeros[b] = lowest + static_cast<std::int8_t>(scales.zero_points[i]);
-            }
-            for (std::size_t n = 0; n < count; n += most_inputs) {
-                const std::size_t some = std::min<std::size_t>(most_inputs, count - n);
-                const Inputs these{inputs.data() + n * columns,
-                                   sorted.empty() ? nullptr : sorted.data() + n * columns, columns, block};
-                float found[most_inputs];
-                loops[some](codes.data() + r * stride, factors.data(), zeros.data(), these, found);
-                for (std::size_t k = 0; k < some; ++k) products[(n + k) * rows + r] = found[k];
-            }
+    void take(Bytes given) {
+        for (std::size_t n = 0; n < count; ++n) {
+            float* const input = inputs.data() + n * padded;
+            const std::uint8_t* const from = given.data() + 4 * n * columns;
+            if (kind != Codes::packed)
+                std::memcpy(input, from, 4 * columns);
+            else
+                for (std::size_t i = 0; i < columns; ++i)
+                    input[sorted(i, loops.width)] = load<float>(from + 4 * i);
         }
     }
+};
+
+// A few rows at a time, which become floats piece by piece.
+class Panel {
+  public:
+    explicit Panel(const Product& product)
+        : all_(product),
+          decode_(product.kind == Codes::packed ? loops_.nibbles
+                  : product.kind == Codes::fp8  ? loops_.fp8
+                                                : loops_.ints),
+          scales_(rows_at_once * product.across),
+          zeros_(rows_at_once * product.across, lowest()) {}
+
+    void run(std::size_t first, std::size_t last) {
+        for (std::size_t n = 0; n < all_.count; n += inputs_in_cache)
+            for (std::size_t r = first; r < last; r += rows_at_once)
+                multiply(r, std::min<std::size_t>(rows_at_once, last - r), n,
+                         std::min(inputs_in_cache, all_.count - n));
+    }
+
+  private:
+    // What nibbles count up from is -8.
+    std::int32_t lowest() const { return all_.kind == Codes::packed ? 8 : 0; }
+
+    void multiply(std::size_t first, std::size_t height, std::size_t from, std::size_t inputs) {
+        read_blocks(first * all_.across, height * all_.across);
+        std::fill(sums_.begin(), sums_.end(), 0.0f);
+        for (std::size_t begin = 0; begin < all_.columns; begin += one_piece) {
+            const std::size_t end = std::min(begin + one_piece, all_.columns);
+            const std::size_t length = divide_up(end - begin, whole) * whole;
+            for (std::size_t r = 0; r < height; ++r) decode(first + r, r, begin, end, length);
+            const float* const given = all_.inputs.data() + from * all_.padded + begin;
+            std::size_t groups = divide_up(inputs, loops_.inputs_at_once);
+            for (std::size_t n = 0, some = 0; n < inputs; n += some, --groups) {
+                some = divide_up(inputs - n, groups);  // groups of much the same size
+                loops_.multiply[some](floats_.data(), given + n * all_.padded, all_.padded, length,
+                                      sums_.data() + n * rows_at_once);
+            }
+        }
+        for (std::size_t n = 0; n < inputs; ++n)
+            std::copy_n(sums_.data() + n * rows_at_once, height,
+                        all_.products + (from + n) * all_.rows + first);
+    }
+
+    void read_blocks(std::size_t first, std::size_t count) {
+        read_scales(all_.scales, first, std::span(scales_).first(count));
+        if (all_.scales.zero_points.empty()) return;
+        for (std::size_t i = 0; i < count; ++i)
+            zeros_[i] = lowest() + static_cast<std::int8_t>(all_.scales.zero_points[first + i]);
+    }
+
+    // Ask for codes that come next: rows are too short for the processor to see it.
+    void fetch(std::size_t from, std::size_t count) const {
+        const std::size_t end = std::min(from + count, all_.codes.size());
+        for (; from < end; from += 64) __builtin_prefetch(all_.codes.data() + from);
+    }
+
+    void decode(std::size_t row, std::size_t place, std::size_t begin, std::size_t end, std::size_t length) {
+        float* const floats = floats_.data() + place * apart;
+        const RowScales scales{scales_.data() + place * all_.across, zeros_.data() + place * all_.across,
+                               all_.block};
+        if (end - begin < length) std::fill(floats + length - whole, floats + length, 0.0f);
+        fetch((row + rows_at_once) * all_.stride + begin * all_.stride / all_.columns,
+              (end - begin) * all_.stride / all_.columns);
+        decode_(all_.codes.data() + row * all_.stride, scales, begin, end, floats);
+    }
+
+    const Product& all_;
+    const ProductKernels& loops_ = all_.loops;
+    Decode decode_;
+    std::vector<float> scales_;
+    std::vector<std::int32_t> zeros_;
+    std::vector<float> floats_ = std::vector<float>(rows_at_once * apart);
+    std::vector<float> sums_ = std::vector<float>(rows_at_once * inputs_in_cache);
 };
 
 }  // namespace
@@ -110,20 +170,19 @@ void multiply_codes(Bytes codes, Codes from, const Scales& scales, const Blocks&
         refuse("products must be aligned");
 
     Product product{codes,  from.kind, scales, blocks.row, std::min(blocks.columns, blocks.row),
-                    across, rows,      stride, count,      reinterpret_cast<float*>(products.data()),
-                    {},     {}};
-    product.prepare(inputs);
+                    across, rows,      stride, count,      reinterpret_cast<float*>(products.data())};
+    product.take(inputs);
     const std::size_t pieces = std::clamp<std::size_t>(threads, 1, rows);
     std::vector<std::thread> others;
     for (std::size_t p = 1; p < pieces; ++p) {
-        const auto piece = [&, p] { product.run(rows * p / pieces, rows * (p + 1) / pieces); };
+        const auto piece = [&, p] { Panel(product).run(rows * p / pieces, rows * (p + 1) / pieces); };
         try {
             others.emplace_back(piece);
         } catch (const std::system_error&) {  // there are no more threads to be had
             piece();
         }
     }
-    product.run(0, rows / pieces);
+    Panel(product).run(0, rows / pieces);
     for (auto& other : others) other.join();
 }
 

@@ -3,7 +3,46 @@
 namespace slimtensors {
 namespace {
 
-struct Plain {};
+struct Plain {
+    static constexpr std::size_t width = 8;
+    static constexpr unsigned inputs_at_once = 1;
+    struct Vector {
+        float items[width];
+    };
+
+    template <class Item>
+    static Vector each(Item item) {
+        Vector made;
+        for (std::size_t k = 0; k < width; ++k) made.items[k] = item(k);
+        return made;
+    }
+
+    static Vector zero() { return {}; }
+    static Vector load(const float* at) {
+        return each([=](std::size_t k) { return at[k]; });
+    }
+    static void store(float* at, const Vector& v) { std::memcpy(at, v.items, sizeof v.items); }
+
+    static Vector ints(const std::uint8_t* codes, float scale, std::int32_t zero) {
+        return each([=](std::size_t k) { return float(static_cast<std::int8_t>(codes[k]) - zero) * scale; });
+    }
+    static void nibbles(const std::uint8_t* codes, float scale, std::int32_t zero, float* floats) {
+        store(floats, each([=](std::size_t k) { return float((codes[k] & 15) - zero) * scale; }));
+        store(floats + width, each([=](std::size_t k) { return float((codes[k] >> 4) - zero) * scale; }));
+    }
+    static Vector e4m3(const std::uint8_t* codes, float scale) {
+        return each([=](std::size_t k) { return E4M3::value(codes[k]) * scale; });
+    }
+
+    static Vector multiply_add(const Vector& a, const Vector& b, const Vector& sum) {
+        return each([&](std::size_t k) { return sum.items[k] + a.items[k] * b.items[k]; });
+    }
+    static float sum(const Vector& v) {
+        const float* const x = v.items;
+        return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+    }
+};
+
 constexpr ProductKernels kernels = ProductLoops<Plain>::kernels();
 
 }  // namespace

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdlib>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -56,13 +57,19 @@ bool accepts(Run run) {
     }
 }
 
-// Run the check with the machine's best code and with plain code.
+// Run the check with the code of each of some processors.
 template <class Check>
-void on_both_paths(Check check) {
-    for (const Cpu& chosen : {detect_cpu(), Cpu{}}) {
+void on_paths(std::initializer_list<Cpu> processors, Check check) {
+    for (const Cpu& chosen : processors) {
         use_cpu(chosen);
         check();
     }
+}
+
+// Run the check with the machine's best code and with plain code.
+template <class Check>
+void on_both_paths(Check check) {
+    on_paths({detect_cpu(), Cpu{}}, check);
 }
 
 }  // namespace slimtensors::fuzz

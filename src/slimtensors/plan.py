@@ -112,6 +112,17 @@ def decode(encoded: Encoded, each: Each = serially) -> Tensor:
         raise CorruptFileError(f"codec {codec.name!r} lacks its part {error}") from error
 
 
+def decode_into(encoded: Encoded, out: Tensor, each: Each = serially) -> Tensor:
+    """Undo `encode`, into the memory of `out` if the codec can do that; return the tensor."""
+    if not isinstance(encoded.codec, codecs.Into):
+        return decode(encoded, each)
+    try:
+        encoded.codec.decode_into(plain_parts(encoded, each), out, each)
+    except KeyError as error:
+        raise CorruptFileError(f"codec {encoded.codec.name!r} lacks its part {error}") from error
+    return out
+
+
 def plain_parts(encoded: Encoded, each: Each = serially) -> Parts:
     """Return what the outermost codec emitted, its parts decoded."""
     parts = encoded.parts.items()

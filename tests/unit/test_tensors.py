@@ -38,6 +38,8 @@ from slimtensors.tensors import (
     QuantizedTensor,
     SparseTensor,
     is_linear_or_embedding,
+    kernels,
+    quantized,
     rebuild,
 )
 
@@ -159,6 +161,17 @@ def test_products_hold_for_any_shape(kind, rows, groups, count, dtype, seed):
     assert error <= (tolerance(dtype) + rounding) * size
 
 
+@each_dtype
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
+def test_many_inputs_are_multiplied_by_some_rows_at_a_time(kind, dtype, monkeypatch):
+    monkeypatch.setattr(quantized, "_PIECE", 4096)
+    monkeypatch.setattr(kernels, "_is_slow", lambda dtype: False)
+    weight = KINDS[kind](matrix(dtype=dtype))
+    x = torch.randn(3, 50, 64).to(dtype)
+    wanted = functional.linear(x, weight.dequantize())
+    assert close(functional.linear(x, weight), wanted, tolerance(dtype))
+
+
 def test_inputs_that_need_a_gradient_get_one():
     weight = int8_weight_only()(matrix(dtype=torch.float32, keep=1))
     x = torch.randn(3, 64, requires_grad=True)
@@ -186,6 +199,45 @@ def test_copies_and_slices_stay_compressed(compress):
     assert isinstance(rows, CompressedTensor)
     assert same_bits(rows.dequantize(), dense[7:30])
     assert weight[0:0].dequantize().shape == (0, 64)
+    x = torch.randn(3, 64).bfloat16()
+    assert close(functional.linear(x, weight[::3]), functional.linear(x, weight)[:, ::3], 0.02)
+
+
+@each_kind
+def test_single_rows_are_dense(compress):
+    weight = compress(matrix(keep=1))
+    dense = weight.dequantize()
+    assert same_bits(weight[5].clone(), dense[5].clone())
+    assert same_bits(weight[-1].clone(), dense[-1].clone())
+
+
+STACKS = {
+    "int8": QuantizationArgs(8, group_size=-1),
+    "int8 per tensor": QuantizationArgs(8),
+    "int4": QuantizationArgs(4, symmetric=False, group_size=32),
+    "blocks": QuantizationArgs.from_dict(
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}
+    ),
+    "nvfp4": QuantizationArgs.from_dict(
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    ),
+}
+
+
+@pytest.mark.parametrize("args", STACKS.values(), ids=STACKS)
+def test_matrices_of_a_stack_can_be_taken(args):
+    experts = torch.stack([matrix(keep=1, seed=seed) * (seed + 1) for seed in range(3)])
+    held = QuantizedTensor.quantize(experts, QuantizedConfig(args))
+    dense = held.dequantize()
+    some = held[1:]
+    assert isinstance(some, QuantizedTensor)
+    assert same_bits(some.dequantize(), dense[1:].clone())
+    x = torch.randn(2, 64).bfloat16()
+    for i, expert in enumerate(held):
+        assert isinstance(expert, QuantizedTensor)
+        expert.check()
+        assert same_bits(expert.dequantize(), dense[i].clone())
+        assert close(functional.linear(x, expert), functional.linear(x, dense[i]), 0.02)
 
 
 @each_kind
@@ -197,6 +249,16 @@ def test_another_dtype_is_that_of_the_numbers(compress, dtype):
     assert changed.dtype is dtype
     assert same_bits(changed.dequantize(), weight.dequantize().to(dtype))
     assert functional.linear(torch.randn(2, 64, dtype=dtype), changed).dtype is dtype
+
+
+@each_kind
+def test_memory_can_be_shared_with_other_processes(compress):
+    toy = model()
+    quantize_(toy, compress)
+    before = toy(TOKENS)
+    toy.share_memory()
+    assert toy.up.weight.is_shared()
+    assert same_bits(toy(TOKENS), before)
 
 
 @each_kind
@@ -305,6 +367,7 @@ def test_weights_of_the_same_kind_are_copied_in_place():
     nn.init.normal_(other.up.weight)
     quantize_(toy, int4_weight_only(group_size=32))
     quantize_(other, int4_weight_only(group_size=32))
+    assert not same_bits(toy(TOKENS), other(TOKENS))
     toy.load_state_dict(other.state_dict())
     assert same_bits(toy(TOKENS), other(TOKENS))
     with pytest.raises(RuntimeError, match="dequantize"):

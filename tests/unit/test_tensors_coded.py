@@ -2,11 +2,13 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from strategies import same_bits
 from torch import nn
+from torch.nn import functional
 
 import slimtensors
 from slimtensors.quantization import (
@@ -17,6 +19,7 @@ from slimtensors.quantization import (
     quantize_,
 )
 from slimtensors.tensors import CodedTensor
+from slimtensors.tensors.coded import Ahead
 
 TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -24,7 +27,8 @@ TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat1
 def model(blocks=3):
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
-    return nn.Sequential(*(copy.deepcopy(block) for _ in range(blocks))).bfloat16().eval()
+    made = nn.Sequential(*(copy.deepcopy(block) for _ in range(blocks)))
+    return made.bfloat16().eval().requires_grad_(False)
 
 
 def test_outputs_are_exact_and_memory_is_smaller():
@@ -37,25 +41,84 @@ def test_outputs_are_exact_and_memory_is_smaller():
         assert same_bits(coded(TOKENS), dense(TOKENS))
 
 
-def test_the_next_block_is_decoded_on_another_thread(monkeypatch):
+def test_the_next_weight_is_decoded_on_another_thread(monkeypatch):
     coded = model()
     quantize_(coded, coded_weight())
     threads = []
-    decoded = CodedTensor._decoded
+    decode = Ahead._decode
 
-    def watched(self):
+    def watched(self, weight):
         threads.append(threading.current_thread().name.partition("_")[0])
-        return decoded(self)
+        return decode(self, weight)
 
-    monkeypatch.setattr(CodedTensor, "_decoded", watched)
-    hooks = decode_ahead(coded)
-    coded(TOKENS)
-    assert sorted(threads) == ["MainThread"] * 2 + ["slimtensors-ahead"] * 4
-    for hook in hooks:
-        hook.remove()
+    monkeypatch.setattr(Ahead, "_decode", watched)
+    ahead = decode_ahead(coded)
+    wanted = coded(TOKENS)
+    assert threads == ["MainThread"] + ["slimtensors-ahead"] * 5
+    ahead.remove()
     threads.clear()
-    coded(TOKENS)
-    assert set(threads) == {"MainThread"}
+    assert same_bits(coded(TOKENS), wanted)
+    assert not threads
+
+
+def test_inputs_of_weights_decoded_ahead_may_need_gradients():
+    dense = model()
+    coded = copy.deepcopy(dense)
+    quantize_(coded, coded_weight())
+    decode_ahead(coded)
+    x, y = (TOKENS.clone().requires_grad_() for _ in range(2))
+    coded(x).sum().backward()
+    dense(y).sum().backward()
+    assert same_bits(x.grad, y.grad)
+
+
+def test_weights_may_be_used_in_any_order():
+    dense = model(4)
+    coded = copy.deepcopy(dense)
+    quantize_(coded, coded_weight())
+    decode_ahead(coded)
+    for order in ([2, 0, 1, 3], [1, 1, 0], [3, 2, 1, 0], [0, 1, 2, 3]):
+        x = y = TOKENS
+        for i in order:
+            x, y = coded[i](x), dense[i](y)
+        assert same_bits(x, y)
+
+
+def test_weights_decoded_ahead_may_be_used_by_several_threads():
+    dense = model()
+    coded = copy.deepcopy(dense)
+    quantize_(coded, coded_weight())
+    decode_ahead(coded)
+    with ThreadPoolExecutor(4) as pool:
+        inputs = [TOKENS * i for i in range(12)]
+        found = list(pool.map(coded, inputs))
+    assert all(same_bits(y, dense(x)) for x, y in zip(inputs, found, strict=True))
+
+
+def test_memory_of_decoded_weights_is_used_again_and_given_back():
+    coded = model(4)
+    quantize_(coded, coded_weight())
+    ahead = decode_ahead(coded)
+    kept = coded[0][0].weight.dequantize()
+    before = kept.clone()
+    rooms = set()
+    for layer in [layer for block in coded for layer in block if isinstance(layer, nn.Linear)]:
+        layer(torch.randn(1, layer.in_features).bfloat16())
+        rooms |= {room.data_ptr() for room in ahead._room}
+    assert len(rooms) <= 2
+    assert not ahead._room
+    assert same_bits(kept, before)
+
+
+def test_embeddings_decode_only_what_is_looked_up(monkeypatch):
+    weight = torch.randn(4096, 256).bfloat16()
+    held = coded_weight()(weight)
+    monkeypatch.delattr(CodedTensor, "dense")
+    for tokens in (torch.tensor([[4, 4095], [4, 0]]), torch.tensor([[7]])):
+        assert same_bits(functional.embedding(tokens, held), weight[tokens])
+    monkeypatch.undo()
+    many = torch.randint(0, 4096, (500,))
+    assert same_bits(functional.embedding(many, held), weight[many])
 
 
 @pytest.mark.parametrize("preset", ["lossless", "extreme", "sparse", "dense"])

@@ -77,29 +77,18 @@ class Huffman:
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode groups of chunks side by side."""
-        kind = _kind(like.dtype)
-        chunks, data = _checked(parts, like)
-        rows = as_bytes(chunks)
+        checked = _checked(parts, like)
         out = empty(like)
-        items = as_bytes(out)
-        if chunks.shape[0] <= _GROUP:
-            _decode(rows, data, kind, items)
-            return out
-        groups = in_groups(chunks.shape[0], _GROUP)
-        places = _places(chunks, groups)
-        if places[-1].stop != data.numel():
-            raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
-
-        def one(i: int) -> None:
-            some = groups[i]
-            _decode(rows[kind.rows(some)], data[places[i]], kind, items[kind.items(some)])
-
-        each(one, len(groups))
+        _decode_all(*checked, out, each)
         return out
 
     def step(self, spec: Spec) -> int:
         """Return the items of a chunk: a complex number is two of them."""
         return _CHUNK * _kind(spec.dtype).itemsize // spec.dtype.itemsize
+
+    def decode_into(self, parts: Parts, out: Tensor, each: Each = serially) -> None:
+        """Decode into the memory of `out`."""
+        _decode_all(*_checked(parts, Spec.of(out)), out, each)
 
     def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
         """Return items `begin` to `end` of the flat tensor, decoding only their chunks."""
@@ -173,6 +162,24 @@ def _checked(parts: Parts, like: Spec) -> tuple[Tensor, Tensor]:
             f"chunks of shape {tuple(chunks.shape)}, but shape {like.shape} needs {shape}"
         )
     return chunks, as_bytes(data)
+
+
+def _decode_all(chunks: Tensor, data: Tensor, out: Tensor, each: Each) -> None:
+    kind = _kind(out.dtype)
+    rows, items = as_bytes(chunks), as_bytes(out)
+    if chunks.shape[0] <= _GROUP:
+        _decode(rows, data, kind, items)
+        return
+    groups = in_groups(chunks.shape[0], _GROUP)
+    places = _places(chunks, groups)
+    if places[-1].stop != data.numel():
+        raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
+
+    def one(i: int) -> None:
+        some = groups[i]
+        _decode(rows[kind.rows(some)], data[places[i]], kind, items[kind.items(some)])
+
+    each(one, len(groups))
 
 
 def _decode(rows: Tensor, data: Tensor, kind: _Kind, items: Tensor) -> None:

@@ -59,6 +59,24 @@ class Divisible(Protocol):
         ...
 
 
+@runtime_checkable
+class Into(Protocol):
+    """An ability: to decode into memory that is there, since fresh memory costs as much again."""
+
+    def decode_into(self, parts: Parts, out: Tensor, each: Each) -> None:
+        """Do what `decode` does, into a contiguous tensor of the kind that was encoded."""
+        ...
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """An ability: to decode a run of items without all others."""
+
+    def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
+        """Return items `begin` to `end` of the flat tensor."""
+        ...
+
+
 @cache  # asking a protocol is slow, and a model has thousands of tensors
 def _is_chunked(cls: type[Codec]) -> bool:
     return issubclass(cls, Chunked)

@@ -1,23 +1,29 @@
-"""Weights held entropy-coded: decoded when they are used, best a block ahead on another thread."""
+"""Weights held entropy-coded: decoded when they are used, best ahead of it on another thread."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from threading import Lock
+from typing import Self
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn import functional
 
 from slimtensors import codecs, presets
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.plan import Encoded, Plan, decode, encode
+from slimtensors.memory import empty
+from slimtensors.plan import Encoded, Plan, decode, decode_into, encode, plain_parts
 from slimtensors.presets import Choice
 from slimtensors.spec import Json, Parts, Spec
 from slimtensors.tensors.compressed import CompressedTensor
 from slimtensors.tensors.convert import Compression
 
 _MOST_LEAVES = 16
+_RUN = 1 << 17
+"""Items that are decoded for one, at the least."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class CodedTensor(CompressedTensor):
     kind = "coded"
     part_names = tuple(f"leaf{i}" for i in range(_MOST_LEAVES))
     config: CodedConfig
-    _ahead: "Future[Tensor] | None" = None
+    _ahead: "Ahead | None" = None
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
@@ -62,21 +68,28 @@ class CodedTensor(CompressedTensor):
             raise CorruptFileError(f"not a tree of codecs: {error!r}") from error
 
     def dense(self) -> Tensor:
-        """Decode, or take what was decoded ahead."""
-        ahead, self._ahead = self._ahead, None
-        return ahead.result() if ahead is not None else self._decoded()
-
-    def start(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to decode on another thread, for the next use."""
-        if self._ahead is None:
-            self._ahead = pool.submit(self._decoded)
-
-    def _decoded(self) -> Tensor:
+        """Return an ordinary tensor with the same numbers."""
         return decode(self.encoded()).to(self.device, self.dtype)
 
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by what was decoded ahead, or is now."""
+        if self._ahead is None:
+            return functional.linear(x, self.dequantize(), bias)
+        with self._ahead.decoded(self) as dense:
+            return functional.linear(x, dense, bias)
+
     def rows(self, index: slice | Tensor) -> Tensor:
-        """Decode all, to return some rows."""
-        return self.dequantize()[index]
+        """Return dense rows, decoding only the chunks of a few."""
+        held = self.encoded()
+        if isinstance(index, slice) or not isinstance(held.codec, codecs.Ranged):
+            return self.dequantize()[index]
+        found, places = torch.unique(index, return_inverse=True)
+        if len(found) * _RUN > self.numel():
+            return self.dequantize()[index]
+        width, parts = self.shape[-1], plain_parts(held)
+        runs = [(row * width, (row + 1) * width) for row in found.tolist()]
+        some = [held.codec.decode_range(parts, held.spec, *run) for run in runs]
+        return torch.stack(some)[places].to(self.device, self.dtype)
 
     def describe(self) -> str:
         """Say in a few words how the numbers are held."""
@@ -99,25 +112,72 @@ def coded_weight(preset: str | Plan = "lossless") -> Compression:
     return compress
 
 
-def decode_ahead(blocks: Iterable[nn.Module]) -> Sequence[RemovableHandle]:
-    """While a block runs, decode the weights of the next one on another thread.
+class Ahead:
+    """Decodes each of some weights while the one before it is used; at most two are dense."""
 
-    Two blocks are dense at a time. Returns the hooks, whose `remove()` ends it.
+    def __init__(self, weights: Iterable[CodedTensor]) -> None:
+        """Expect the weights in this order; if others come, they are decoded when they do."""
+        self._weights = list(weights)
+        self._following = {id(one): other for one, other in pairwise(self._weights)}
+        self._started: tuple[CodedTensor, Future[_Decoded]] | None = None
+        self._room: list[Tensor] = []
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(1, "slimtensors-ahead")
+        for weight in self._weights:
+            weight._ahead = self
+
+    def remove(self) -> None:
+        """Decode each weight only when it is used."""
+        for weight in self._weights:
+            weight._ahead = None
+        self._pool.shutdown()
+
+    @contextmanager
+    def decoded(self, weight: CodedTensor) -> Iterator[Tensor]:
+        """Give the dense weight, which must not be kept, and start to decode the next one."""
+        with self._lock:
+            started, self._started = self._started, None
+        mine = started[1].result() if started and started[0] is weight else self._decode(weight)
+        following = self._following.get(id(weight))
+        if following is not None:
+            with self._lock:
+                self._started = following, self._pool.submit(self._decode, following)
+        try:
+            yield mine.dense
+        finally:
+            self._room.append(mine.room)
+            if following is None:
+                self._room.clear()
+
+    def _decode(self, weight: CodedTensor) -> "_Decoded":
+        held = weight.encoded()
+        room = self._find_room(held.spec.nbytes)
+        out = room[: held.spec.nbytes].view(held.spec.dtype).view(held.spec.shape)
+        return _Decoded(room, decode_into(held, out).to(weight.device, weight.dtype))
+
+    def _find_room(self, nbytes: int) -> Tensor:
+        """Take memory that another weight has left; what is too small is given back."""
+        try:
+            room = self._room.pop()
+        except IndexError:
+            room = torch.empty(0, dtype=torch.uint8)
+        return room if room.nbytes >= nbytes else empty(Spec(torch.uint8, (nbytes,)))
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    room: Tensor
+    dense: Tensor
+
+
+def decode_ahead(blocks: Iterable[nn.Module]) -> Ahead:
+    """While a weight is used, decode the next one on another thread.
+
+    `blocks` are modules in the order in which they run. Call it when the weights are in place: new
+    ones, as `model.to(…)` makes, are not known to it. `remove()` of what it returns ends it.
     """
-    order = list(blocks)
-    pool = ThreadPoolExecutor(1, "slimtensors-ahead")
-
-    def starting(following: nn.Module) -> Any:
-        def start(module: nn.Module, given: object) -> None:
-            for weight in following.parameters():
-                if isinstance(weight, CodedTensor):
-                    weight.start(pool)
-
-        return start
-
-    return [
-        block.register_forward_pre_hook(starting(following)) for block, following in pairwise(order)
-    ]
+    weights = {w: None for block in blocks for w in block.parameters()}
+    return Ahead(w for w in weights if isinstance(w, CodedTensor))
 
 
 def _tree(x: Encoded, numbers: Iterable[int]) -> Json:

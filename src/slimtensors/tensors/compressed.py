@@ -95,6 +95,10 @@ class CompressedTensor(Tensor):
         """Return some rows: compressed ones of a slice, dense ones of a list of indices."""
         return self.dequantize()[index]
 
+    def at(self, index: int) -> Tensor:
+        """Return one row."""
+        return self.rows(torch.tensor([index], device=self.device))[0]
+
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors that are held, by name."""
         return {name: x for name in self.part_names if (x := getattr(self, name)) is not None}
@@ -132,7 +136,10 @@ class CompressedTensor(Tensor):
 
     def _is_traced(self) -> bool:
         """Tell whether a compiler looks on: then parts hold no data."""
-        return torch.compiler.is_compiling() or any(type(x) is not Tensor for _, x in self.leaves())
+        first: Tensor = self
+        while isinstance(first, CompressedTensor):
+            first = getattr(first, first.part_names[0])
+        return torch.compiler.is_compiling() or type(first) is not Tensor
 
     def _traced(self) -> tuple[str, list[Tensor]]:
         """Return what operations that compilers do not look into take for this tensor."""
@@ -179,12 +186,11 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.linear:
-            return _linear(*args, **(kwargs or {}))
         if func in _KEEPING_GRADIENTS_OFF:
             return args[0] if func is Tensor.requires_grad_ else None
+        run = _FUNCTIONS.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return run(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -326,6 +332,14 @@ def _slice(
     return x.rows(slice(start, end, step)) if dim == 0 else NotImplemented
 
 
+def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
+    return x.at(index) if dim == 0 else NotImplemented
+
+
+def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
+    return [x.at(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
+
+
 def _embedding(
     weight: CompressedTensor,
     indices: Tensor,
@@ -359,6 +373,19 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
 
 
+def _share_memory(x: CompressedTensor) -> CompressedTensor:
+    for _, leaf in x.leaves():
+        leaf.share_memory_()  # type: ignore[no-untyped-call]
+    return x
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: lambda x: all(leaf.is_shared() for _, leaf in x.leaves()),
+}
+"""What would not come down to operations, or would end the process."""
+
 _aten = torch.ops.aten
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: lambda x: x.changed(torch.detach),
@@ -367,6 +394,8 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.contiguous.default: lambda x, **layout: x,
     _aten._to_copy.default: _to_copy,
     _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
     _aten.embedding.default: _embedding,
     _aten.copy_.default: _copy,
     _aten.equal.default: _equal,

@@ -3,7 +3,10 @@
 Kernels read codes where they lie, also in the pages of a mapped file, and never pack them anew.
 """
 
+import os
+from dataclasses import dataclass
 from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,11 +16,11 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.spec import as_bytes, dtype_name
 
-_FEW = 64
-"""Inputs up to which torch multiplies 8-bit codes faster than dequantized weights."""
+_FEW = 128
+"""Inputs up to which our kernel is faster than dequantized weights in float32."""
 
-_VERY_FEW = 12
-"""Inputs up to which our kernel is faster than dequantizing."""
+_VERY_FEW = 8
+"""Inputs up to which torch multiplies 8-bit codes faster than our kernel."""
 
 _ALIGNED = 64
 """What torch aligns memory to."""
@@ -28,74 +31,106 @@ _WORTH_THREADS = 1 << 17
 _PIECE = 1 << 18
 """Codes that are made floats at a time, to stay in a cache."""
 
+_RUN = 32
+"""Packed codes that must share a scale for our kernel to be fast."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def linear_of_codes(
-    x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs
-) -> Tensor | None:
-    """Return the product without a bias; none if dequantized weights would be faster."""
-    count = x.numel() // max(x.shape[-1], 1)
-    if x.device.type != "cpu" or codes.dim() != 2 or not 0 < count <= _FEW:
-        return None
-    flat = x.reshape(count, x.shape[-1])
-    if _torch_has_it(x, codes, params, args):
-        flat = flat.contiguous()
-        flat = flat.clone() if flat.data_ptr() % _ALIGNED else flat
-        out = torch._weight_int8pack_mm(flat, codes, params.scale.reshape(-1))
-    elif count <= _VERY_FEW and _core_has_it(x, codes, params, args):
-        out = _multiplied(flat, codes, params, args)
-    else:
-        return None
-    return out.view(*x.shape[:-1], codes.shape[0])
+@dataclass(frozen=True)
+class Kernels:
+    """What kernels are told of one weight, found once: views of its memory, never copies."""
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    blocks: tuple[int, int, int]
+    for_torch: bool
+    for_core: "_CodesAndScales | None"
+
+    @classmethod
+    def of(cls, codes: Tensor, params: Params, args: QuantizationArgs, columns: int) -> Self:
+        """Find out who can multiply these codes."""
+        by_row = args.strategy is QuantizationStrategy.CHANNEL
+        return cls(
+            codes,
+            params.scale,
+            params.zero_point,
+            (columns, columns if by_row else args.group_size or columns, 1),
+            for_torch=_is_for_torch(codes, params, args),
+            for_core=_for_core(codes, params, args),
+        )
+
+    def linear(self, x: Tensor) -> Tensor | None:
+        """Return the product without a bias; none if dequantized weights would be faster."""
+        columns = x.shape[-1]
+        count = x.numel() // max(columns, 1)
+        if x.device.type != "cpu" or x.dtype not in _FLOATS or count == 0:
+            return None
+        flat = x.detach().reshape(count, columns)
+        if self.for_torch and count <= _VERY_FEW and x.dtype is torch.bfloat16:
+            flat = flat.contiguous()
+            flat = flat.clone() if flat.data_ptr() % _ALIGNED else flat
+            out = torch._weight_int8pack_mm(flat, self.codes, self.scale.view(-1))
+        elif self.for_core and (count <= _FEW or _is_slow(x.dtype)):
+            out = self._multiplied(flat, self.for_core)
+        else:
+            return None
+        return out.view(*x.shape[:-1], self.codes.shape[0])
+
+    def _multiplied(self, x: Tensor, given: "_CodesAndScales") -> Tensor:
+        count, rows, zero = x.shape[0], self.codes.shape[0], self.zero_point
+        out = torch.empty(count, rows, dtype=torch.float32)
+        threads = min(torch.get_num_threads(), rows * x.shape[1] // _WORTH_THREADS)
+        _core.multiply_codes(
+            *given,
+            1.0,
+            _NOTHING if zero is None else as_bytes(zero.to(torch.int8)),
+            self.blocks,
+            as_bytes(x.float()),
+            as_bytes(out),
+            max(1, threads),
+        )
+        return out.to(x.dtype)
 
 
-def _torch_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
+def _is_for_torch(codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
     # For bf16 only: with other dtypes torch's kernel takes ten times as long as a dense product.
     by_row = args.strategy is QuantizationStrategy.CHANNEL and params.zero_point is None
-    kinds = codes.dtype is torch.int8 and {x.dtype, params.scale.dtype} == {torch.bfloat16}
+    kinds = codes.dtype is torch.int8 and params.scale.dtype is torch.bfloat16
     # It reads whole vectors at aligned addresses, and would end the process at any other.
     aligned = codes.is_contiguous() and not (codes.data_ptr() | codes.shape[1]) % 16
     return by_row and kinds and aligned
 
 
-def _core_has_it(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
+_CodesAndScales = tuple[Tensor, str, int, Tensor, str]
+"""The bytes of codes with their kind and bits, the bytes of scales with their kind."""
+
+
+def _for_core(codes: Tensor, params: Params, args: QuantizationArgs) -> _CodesAndScales | None:
+    channel = args.strategy is QuantizationStrategy.CHANNEL
+    grouped = args.strategy is QuantizationStrategy.GROUP
     bytewise = codes.dtype in (torch.int8, torch.float8_e4m3fn)
     nibbles = codes.dtype is torch.int32 and args.num_bits == 4
-    by_row = args.strategy in (QuantizationStrategy.CHANNEL, QuantizationStrategy.GROUP)
-    whole = params.g_idx is None and params.global_scale is None and args.zp_dtype is None
-    even = bytewise or args.strategy is QuantizationStrategy.CHANNEL or not _group(args) % 2
-    floats = x.dtype in _FLOATS and params.scale.dtype in _FLOATS
-    return (bytewise or nibbles) and by_row and whole and even and floats
+    wide = bytewise or channel or not (args.group_size or 0) % _RUN
+    alone = params.g_idx is None and params.global_scale is None and args.zp_dtype is None
+    matrix = codes.dim() == 2 and codes.is_contiguous() and params.scale.is_contiguous()
+    if not ((channel or grouped) and (bytewise or nibbles) and wide and alone and matrix):
+        return None
+    if params.scale.dtype not in _FLOATS:
+        return None
+    scale = params.scale
+    return as_bytes(codes), *_KINDS[codes.dtype], as_bytes(scale), dtype_name(scale.dtype)
 
 
-def _group(args: QuantizationArgs) -> int:
-    return args.group_size or 0
-
-
-def _multiplied(x: Tensor, codes: Tensor, params: Params, args: QuantizationArgs) -> Tensor:
-    kind, bits = _KINDS[codes.dtype]
-    columns = x.shape[-1]
-    zero = params.zero_point
-    out = torch.empty(len(x), len(codes), dtype=torch.float32)
-    _core.multiply_codes(
-        as_bytes(codes.contiguous()),
-        kind,
-        bits,
-        as_bytes(params.scale.contiguous()),
-        dtype_name(params.scale.dtype),
-        1.0,
-        _NOTHING if zero is None else as_bytes(zero.to(torch.int8).contiguous()),
-        (columns, columns if args.strategy is QuantizationStrategy.CHANNEL else _group(args), 1),
-        as_bytes(x.detach().float().contiguous()),
-        as_bytes(out),
-        max(1, min(torch.get_num_threads(), len(codes) * columns // _WORTH_THREADS)),
-    )
-    return out.to(x.dtype)
-
-
-_KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+@cache
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Tell whether torch multiplies numbers of 16 bits no faster than floats."""
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX")  # oneDNN asks it too, also only once
+    tiles = torch.cpu._is_amx_tile_supported() and "AMX" in allowed.upper()
+    return dtype is not torch.float32 and not tiles
 
 
 def integer_linear(

@@ -15,7 +15,7 @@ from slimtensors.quantization.formats.format import check_params
 from slimtensors.quantization.fused import Kind
 from slimtensors.spec import Json, Spec
 from slimtensors.tensors.compressed import CompressedTensor
-from slimtensors.tensors.kernels import integer_linear, linear_of_codes
+from slimtensors.tensors.kernels import Kernels, integer_linear
 
 _KINDS: dict[torch.dtype, Kind] = {
     torch.int8: "int",
@@ -23,7 +23,7 @@ _KINDS: dict[torch.dtype, Kind] = {
     torch.uint8: "fp4",
     torch.float8_e4m3fn: "fp8",
 }
-_PIECE = 2 << 20
+_PIECE = 4 << 20
 """Bytes of dequantized weights that are used while they are in a cache."""
 
 _BY_ROW = (
@@ -62,6 +62,7 @@ class QuantizedTensor(CompressedTensor):
     zero_point: Tensor | None
     global_scale: Tensor | None
     g_idx: Tensor | None
+    _kernels: Kernels | None = None
 
     @classmethod
     def parse_config(cls, data: Json) -> QuantizedConfig:
@@ -134,53 +135,75 @@ class QuantizedTensor(CompressedTensor):
                 codes = affine.quantize(x, params, inputs)
                 return integer_linear(codes, params.scale, self.plain_codes(), self.scale, bias)
             x = affine.fake_quantize(x, params, inputs)
-        out = linear_of_codes(x, self.plain_codes(), self.params, args)
+        out = self._find_kernels().linear(x)
         if out is None:
             out = self._linear_by_pieces(x)
         return out if bias is None else out + bias
 
+    def _find_kernels(self) -> Kernels:
+        if self._kernels is not None:
+            return self._kernels
+        found = Kernels.of(self.plain_codes(), self.params, self.config.args, self.shape[-1])
+        if not isinstance(self.codes, CompressedTensor):  # whose plain codes are not to be kept
+            self._kernels = found
+        return found
+
     def _linear_by_pieces(self, x: Tensor) -> Tensor:
         """Dequantize as many rows at a time as stay in a cache, and so never all of them."""
-        step = max(1, _PIECE // (self.shape[1] * x.element_size()))
-        if self.shape[0] <= step or isinstance(self.codes, CompressedTensor) or not self._is_cut():
+        count, columns = self.shape
+        step = max(1, _PIECE // (columns * x.element_size()))
+        if count <= step or isinstance(self.codes, CompressedTensor) or not self._is_cut():
             return functional.linear(x, self.dequantize())
-        out = x.new_empty((*x.shape[:-1], self.shape[0]))
-        for first in range(0, self.shape[0], step):
-            some = self.rows(slice(first, first + step)).dequantize()
+        out = x.new_empty((*x.shape[:-1], count))
+        # The same memory for every piece: fresh memory costs more than the work.
+        room = x.new_empty((step, columns)) if self.scale.dtype is self.dtype else None
+        for first in range(0, count, step):
+            codes, params = self._cut(slice(first, first + step))
+            here = None if room is None else room[: codes.shape[0]]
+            shape = (codes.shape[0], columns)
+            some = _decoded(codes, params, self.config.args, shape, here).to(self.dtype)
             out[..., first : first + step] = functional.linear(x, some)
         return out
 
     def _is_cut(self) -> bool:
-        """Tell whether some rows are codes and params by themselves."""
-        return self.dim() == 2 and self.config.args.strategy in (
-            *_BY_ROW,
-            QuantizationStrategy.TENSOR,
+        """Tell whether some rows, or matrices of a stack, are codes and params by themselves."""
+        by_row = self.config.args.strategy in (*_BY_ROW, QuantizationStrategy.TENSOR)
+        return self.dim() == 3 or (self.dim() == 2 and by_row)
+
+    def _cut(self, index: slice | int | Tensor) -> tuple[Tensor, Params]:
+        """Return the codes and params of some rows, or of some matrices of a stack."""
+        params, codes = self.params, self.plain_codes()[index]
+        if self.dim() == 2 and self.config.args.strategy is QuantizationStrategy.TENSOR:
+            return codes, params
+        zero, whole = params.zero_point, params.global_scale
+        return codes, replace(
+            params,
+            scale=params.scale[index],
+            zero_point=None if zero is None else zero[index],
+            global_scale=whole if whole is None or whole.numel() == 1 else whole[index],
         )
 
     def rows(self, index: slice | Tensor) -> Tensor:
-        """Return some rows, compressed if they are a slice."""
+        """Return some rows, or matrices of a stack, compressed if they are a slice."""
         if not self._is_cut():
             if isinstance(index, slice):
                 raise UnsupportedOperationError(
                     f"rows of {self.describe()} cannot be taken; use dequantize() before"
                 )
             return self.dequantize()[index]
-
-        def cut(part: Tensor) -> Tensor:
-            return part[index]
-
-        codes, by_row = cut(self.plain_codes()), self.config.args.strategy in _BY_ROW
-        params = replace(
-            self.params,
-            scale=cut(self.scale) if by_row else self.scale,
-            zero_point=cut(self.zero_point)
-            if by_row and self.zero_point is not None
-            else self.zero_point,
-        )
-        shape = (codes.shape[0], self.shape[1])
+        codes, params = self._cut(index)
+        shape = (codes.shape[0], *self.shape[1:])
         if isinstance(index, slice):
             return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
         return _decoded(codes, params, self.config.args, shape).to(self.dtype)
+
+    def at(self, index: int) -> Tensor:
+        """Return one matrix of a stack, compressed, or a dense row."""
+        if self.dim() != 3:
+            return super().at(index)
+        codes, params = self._cut(index)
+        shape = tuple(self.shape[1:])
+        return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
 
     def describe(self) -> str:
         """Say in a few words how the numbers are held."""
@@ -191,14 +214,18 @@ class QuantizedTensor(CompressedTensor):
 
 
 def _decoded(
-    codes: Tensor, params: Params, args: QuantizationArgs, shape: tuple[int, ...]
+    codes: Tensor,
+    params: Params,
+    args: QuantizationArgs,
+    shape: tuple[int, ...],
+    out: Tensor | None = None,
 ) -> Tensor:
     if not math.prod(shape):
         return torch.empty(shape, dtype=params.scale.dtype, device=codes.device)
     zero = params.zero_point
     if zero is not None and zero.is_floating_point() and args.zp_dtype is None:
         params = replace(params, zero_point=zero.to(torch.int8))
-    return fused.decompress(codes, _KINDS[codes.dtype], params, args, shape)
+    return fused.decompress(codes, _KINDS[codes.dtype], params, args, shape, out=out)
 
 
 def kind_for(args: QuantizationArgs) -> Kind:
