@@ -21,8 +21,8 @@ from torch.nn import functional
 LIBRARY = Path(random.__file__).parent
 TORCH = Path(torch.__file__).parent
 
-SAVES = {"gpt": (1000, 1010, 1020, 1040, 1050), "minilm": (60, 70, 80, 100, 110)}
-"""Steps at which states are kept: a base, and others after it."""
+SAVES = {"gpt": (1000, 1010, 1020, 1040, 1050, 1280, 1300), "minilm": (60, 70, 80, 100, 110)}
+"""Steps at which states are kept: a base, and others after it; of the GPT, also after cooling."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,14 @@ def gpt(dtype: torch.dtype = torch.float32) -> Task:
 
     @torch.no_grad()
     def evaluate() -> float:
-        rows = data[-held:].view(20, -1, length + 1)
+        rows = data[-held:].view(20, -1, length + 1)[::2]
         return sum(model(part[:, :-1], part[:, 1:]).item() for part in rows) / len(rows)
 
     def rate(step: int) -> float:
         warm, whole = 100, 1600
         decay = 0.5 * (1 + math.cos(math.pi * min(1, max(0, step - warm) / whole)))
-        return 1e-3 * min(1, (step + 1) / warm) * (0.1 + 0.9 * decay)
+        cooled = 1 - 0.9 * min(1, max(0, step - 1120) / 150)
+        return 1e-3 * min(1, (step + 1) / warm) * (0.1 + 0.9 * decay) * cooled
 
     return Task(model, lambda: adamw(model, 0.1), loss, evaluate, rate)
 

@@ -36,6 +36,10 @@ def new_folder(path: StrPath) -> Iterator[Path]:
                 raise
             raise ConfigError(f"{target}: somebody else has saved there meanwhile") from error
         sync_folder(target.parent)
+    except OSError as error:
+        if error.filename is None:  # a full disk, for one: writing names no file
+            error.filename = str(target)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
