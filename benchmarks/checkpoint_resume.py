@@ -5,7 +5,8 @@
 Each profile is restored once, and then once every ten steps of a run: errors with a direction would
 add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
 weights, and another order of the batches. `gpt` is in the middle of its training, at a high rate,
-`gpt-late` near its end. Each result is printed and stored, with its curve, as soon as it is there.
+`gpt-late` near its end, on small batches. Each result is printed and stored, with its curve, as
+soon as it is there.
 """
 
 import json
@@ -29,7 +30,7 @@ CASES = {
     "gpt-late": ("gpt", 1280, 1300),
     "minilm": ("minilm", 60, 110),
 }
-"""What is trained, at which step it is the base, and at which it is restored."""
+"""What was trained, at which step it is the base, and at which it is restored."""
 
 State = dict[str, Any]
 Change = Callable[[State], State]
@@ -59,15 +60,12 @@ def resumed(name: str, state: State, steps: int, change: Change, times: int = 1,
     task = TASKS[name]()
     optimizer = task.new_optimizer()
     at, losses, held = state["step"], [], {}
-    stops = sorted({steps // 2, *(steps * turn // times for turn in range(1, times + 1))})
-    restores = {steps * turn // times for turn in range(times)}
-    for start, stop in pairwise([0, *stops]):
-        if start in restores:
-            state = change(state)
-            task.model.load_state_dict(state["model"])
-            # Copies, because the optimizer would train on these tensors.
-            optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        if start in (0, steps // 2):
+    for start, stop in pairwise(steps * turn // times for turn in range(times + 1)):
+        state = change(state)
+        task.model.load_state_dict(state["model"])
+        # Copies, because the optimizer would train on these tensors.
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        if start == 0:
             held[start] = task.evaluate()
         losses += task.train(optimizer, at + start, at + stop, shift)
         state = {
@@ -98,9 +96,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     chosen = parser.parse_args()
     steps = 20 if chosen.quick else 100
-    name, before, now = CASES[chosen.case]
+    name = chosen.case
+    trained, before, now = CASES[name]
     torch.set_num_threads(1)
-    paths = states(name, chosen.folder)
+    paths = states(trained, chosen.folder)
     base, state = (torch.load(paths[step]) for step in (before, now))
     plain = paths[now].stat().st_size
     exact, exact_held = resumed(name, state, steps, lambda s: s)
@@ -128,7 +127,7 @@ def main() -> None:
             flush=True,
         )
         RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / f"checkpoint_resume-{chosen.case}.json"
+        target = RESULTS / f"checkpoint_resume-{name}.json"
         data = {"exact": exact_held, "losses": exact, "rows": rows}
         target.write_text(json.dumps(data, indent=1) + "\n")
 
