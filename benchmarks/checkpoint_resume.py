@@ -4,8 +4,9 @@
 
 Each profile is restored once, and then once every ten steps of a run: errors with a direction would
 add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
-weights, and another order of the batches. Each result is
-printed and stored as soon as it is there.
+weights, and another order of the batches. `gpt` is in the middle of its training, at a high rate,
+`gpt-late` near its end, on small batches. Each result is printed and stored, with its curve, as
+soon as it is there.
 """
 
 import json
@@ -13,18 +14,23 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from excp import excp
 from measure import RESULTS, options
-from training import SAVES, TASKS, states
+from training import TASKS, states
 
 from slimtensors.checkpoint import load_checkpoint, save_checkpoint
 
-BASES = {"gpt": (0, 2), "minilm": (0, 4)}
-"""Which of the states is the base, and which one is restored: 20 and 50 steps later."""
+CASES = {
+    "gpt": ("gpt", 1000, 1020),
+    "gpt-late": ("gpt", 1280, 1300),
+    "minilm": ("minilm", 60, 110),
+}
+"""What was trained, at which step it is the base, and at which it is restored."""
 
 State = dict[str, Any]
 Change = Callable[[State], State]
@@ -54,22 +60,20 @@ def resumed(name: str, state: State, steps: int, change: Change, times: int = 1,
     task = TASKS[name]()
     optimizer = task.new_optimizer()
     at, losses, held = state["step"], [], {}
-    length = steps // times
-    for turn in range(times):
+    for start, stop in pairwise(steps * turn // times for turn in range(times + 1)):
         state = change(state)
         task.model.load_state_dict(state["model"])
-        optimizer.load_state_dict(deepcopy(state["optimizer"]))  # it would train on these tensors
-        if turn == 0:
-            held[0] = task.evaluate()
-        for part in (length // 2, length - length // 2) if times == 1 else (length,):
-            losses += task.train(optimizer, at, at + part, shift)
-            at += part
-            held[len(losses)] = task.evaluate()
+        # Copies, because the optimizer would train on these tensors.
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        if start == 0:
+            held[start] = task.evaluate()
+        losses += task.train(optimizer, at + start, at + stop, shift)
         state = {
-            "step": at,
+            "step": at + stop,
             "model": task.model.state_dict(),
             "optimizer": optimizer.state_dict(),
         }
+    held[steps] = task.evaluate()
     return losses, held
 
 
@@ -88,50 +92,54 @@ def noisy(state: State) -> State:
 
 def main() -> None:
     parser = options(__doc__ or "")
-    parser.add_argument("model", choices=SAVES)
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("folder", type=Path)
     chosen = parser.parse_args()
-    name, steps = chosen.model, 20 if chosen.quick else 100
+    steps = 20 if chosen.quick else 100
+    name = chosen.case
+    trained, before, now = CASES[name]
     torch.set_num_threads(1)
-    paths = states(name, chosen.folder)
-    base, state = (torch.load(list(paths.values())[i]) for i in BASES[name])
-    plain = list(paths.values())[BASES[name][1]].stat().st_size
+    paths = states(trained, chosen.folder)
+    base, state = (torch.load(paths[step]) for step in (before, now))
+    plain = paths[now].stat().st_size
     exact, exact_held = resumed(name, state, steps, lambda s: s)
     rows = []
 
     def report(what: str, change: Change, sizes: list[int], times: int = 1, shift: int = 0):
         losses, held = resumed(name, state, steps, change, times, shift)
-        differences = [abs(a - b) for a, b in zip(losses, exact, strict=True)]
-        last = max(held)
+        curve = [a - b for a, b in zip(losses, exact, strict=True)]
         row = {
             "what": what,
             "restores": times,
             "smaller": plain / sizes[0] if sizes else None,
-            "held_out": {at: held[at] - exact_held[at] for at in held if at in exact_held},
-            "end": held[last] - exact_held[last],
-            "training": sum(differences) / len(differences),
+            "held_out": {at: held[at] - exact_held[at] for at in held},
+            "training": sum(map(abs, curve)) / len(curve),
+            "curve": curve,
         }
         rows.append(row)
         size = f"{row['smaller']:6.2f}x" if sizes else " " * 7
+        out = ", ".join(
+            f"{difference:+.5f} after {at}" for at, difference in row["held_out"].items()
+        )
         print(
-            f"{what:28} {times:2} restores {size}  held out {row['held_out'][0]:+.5f} at once,"
-            f" {row['end']:+.5f} after {last}; training |d| {row['training']:.5f}",
+            f"{what:32} {times:2} restores {size}  held out {out};"
+            f" training |d| {row['training']:.5f}",
             flush=True,
         )
         RESULTS.mkdir(exist_ok=True)
         target = RESULTS / f"checkpoint_resume-{name}.json"
-        target.write_text(json.dumps({"exact": exact_held, "rows": rows}, indent=1) + "\n")
+        data = {"exact": exact_held, "losses": exact, "rows": rows}
+        target.write_text(json.dumps(data, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder), base)
+        report("noise in the last bit of weights", noisy, [])
+        report("another order of batches", lambda s: s, [], shift=10_000)
+        report("ExCP's recipe", lambda s: excp(base, s), [])
         for times in (1, 10):
-            for profile in ("optimizer-bf16", "optimizer", "all"):
+            for profile in ("optimizer", "optimizer-bf16", "all"):
                 sizes: list[int] = []
                 report(profile, store.through(profile, sizes), sizes, times)
-            if times == 1:
-                report("noise in the last bit of weights", noisy, [])
-                report("another order of batches", lambda s: s, [], shift=10_000)
-                report("ExCP's recipe", lambda s: excp(base, s), [])
 
 
 if __name__ == "__main__":

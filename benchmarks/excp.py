@@ -42,7 +42,7 @@ def clustered(x: Tensor, keep: Tensor) -> Tensor:
     out, values = torch.zeros_like(x), x[keep]
     if values.numel() <= CLUSTERS:
         return out
-    sample = values[:: max(1, values.numel() // 50_000)]
+    sample = values[:: max(1, values.numel() // 50_000)].contiguous()
     centres = sample.quantile((torch.arange(CLUSTERS) + 0.5) / CLUSTERS).unique()
     for _ in range(12):
         nearest = torch.bucketize(sample, (centres[1:] + centres[:-1]) / 2)

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,8 +22,15 @@ from torch.nn import functional
 LIBRARY = Path(random.__file__).parent
 TORCH = Path(torch.__file__).parent
 
-SAVES = {"gpt": (1000, 1010, 1020, 1040, 1050), "minilm": (60, 70, 80, 100, 110)}
-"""Steps at which states are kept: a base, and others after it."""
+SAVES = {
+    "gpt": (1000, 1010, 1020, 1040, 1050, 1280, 1300),
+    "gpt-bf16": (1040, 1060),
+    "minilm": (60, 70, 80, 100, 110),
+}
+"""Steps at which states are kept: a base, and others after it; of the GPT, also after cooling."""
+
+FROM = {"gpt-bf16": ("gpt", 1000)}
+"""Where training begins that does not begin from scratch."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +98,14 @@ def sources(folder: Path, limit: int) -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths[:limit]]
 
 
-def gpt(dtype: torch.dtype = torch.float32) -> Task:
-    """A GPT of 10.8 million parameters, trained from scratch."""
+def gpt(dtype: torch.dtype = torch.float32, *, size: int = 4, length: int = 128) -> Task:
+    """A GPT of 10.8 million parameters, trained from scratch on `size` pieces at a time."""
     text = "".join(sources(LIBRARY / "asyncio", 40) + sources(LIBRARY / "email", 40))
     text += "".join(sources(TORCH / "nn", 80))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-    length, size, held = 128, 4, 160 * 129
+    longest, held = 128, 160 * 129
     torch.manual_seed(0)
-    model = GPT(length=length).to(dtype)
+    model = GPT(length=longest).to(dtype)
 
     def loss(step: int) -> Tensor:
         g = torch.Generator().manual_seed(1000 + step)
@@ -107,13 +115,14 @@ def gpt(dtype: torch.dtype = torch.float32) -> Task:
 
     @torch.no_grad()
     def evaluate() -> float:
-        rows = data[-held:].view(20, -1, length + 1)
+        rows = data[-held:].view(20, -1, longest + 1)[::4]
         return sum(model(part[:, :-1], part[:, 1:]).item() for part in rows) / len(rows)
 
     def rate(step: int) -> float:
         warm, whole = 100, 1600
         decay = 0.5 * (1 + math.cos(math.pi * min(1, max(0, step - warm) / whole)))
-        return 1e-3 * min(1, (step + 1) / warm) * (0.1 + 0.9 * decay)
+        cooled = 1 - 0.9 * min(1, max(0, step - 1120) / 150)
+        return 1e-3 * min(1, (step + 1) / warm) * (0.1 + 0.9 * decay) * cooled
 
     return Task(model, lambda: adamw(model, 0.1), loss, evaluate, rate)
 
@@ -179,7 +188,12 @@ def minilm(dtype: torch.dtype = torch.float32) -> Task:
     return Task(model, lambda: adamw(model, 0.01), loss, evaluate, rate)
 
 
-TASKS = {"gpt": gpt, "minilm": minilm}
+TASKS: dict[str, Callable[[], Task]] = {
+    "gpt": gpt,
+    "gpt-bf16": partial(gpt, torch.bfloat16),  # and moments, as torch makes them then
+    "gpt-late": partial(gpt, size=2, length=64),  # a quarter of the work, to go on and on from
+    "minilm": minilm,
+}
 
 
 def adamw(model: nn.Module, decay: float) -> torch.optim.AdamW:
@@ -200,7 +214,11 @@ def states(name: str, folder: Path) -> dict[int, Path]:
     task = TASKS[name]()
     optimizer = task.new_optimizer()
     at = 0
-    for path in sorted((folder / name).glob("*.pt")):  # of a run that was interrupted
+    found = sorted((folder / name).glob("*.pt"))  # of a run that was interrupted
+    if name in FROM and not found:
+        other, step = FROM[name]
+        found = [states(other, folder)[step]]
+    for path in found[-1:]:
         state = torch.load(path)
         task.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -20,6 +20,7 @@
 #include "mask24.h"
 #include "product.h"
 #include "quantize.h"
+#include "squares.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -258,6 +259,19 @@ NB_MODULE(_core, m) {
             unpack_codes(words.bytes, bits, row, codes.bytes);
         },
         "words"_a, "bits"_a, "row"_a, "codes"_a, no_gil);
+
+    m.def(
+        "sum_of_squares",
+        [](const In& items, std::string_view kind) {
+            return sum_of_squares(items.bytes, number_named(kind));
+        },
+        "items"_a, "kind"_a, no_gil);
+    m.def(
+        "squared_distance",
+        [](const In& items, const In& others, std::string_view kind) {
+            return squared_distance(items.bytes, others.bytes, number_named(kind));
+        },
+        "items"_a, "others"_a, "kind"_a, no_gil);
 
     m.def(
         "multiply_codes",

@@ -28,6 +28,7 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/density_plain.cpp
   ${CMAKE_CURRENT_LIST_DIR}/quantize.cpp
   ${CMAKE_CURRENT_LIST_DIR}/quantize_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/squares.cpp
   ${CMAKE_CURRENT_LIST_DIR}/product.cpp
   ${CMAKE_CURRENT_LIST_DIR}/product_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
@@ -51,6 +52,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     ${CMAKE_CURRENT_LIST_DIR}/bins_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/quantize_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/squares_avx2.cpp
     ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp)
   target_sources(slim_core PRIVATE ${avx2})
   set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")

@@ -281,6 +281,12 @@ def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None
 def unpack_codes(words: Buffer, bits: int, row: int, codes: MutableBuffer) -> None:
     """Undo `pack_codes`; bits past the end of a row are ignored."""
 
+def sum_of_squares(items: Buffer, kind: str) -> float:
+    """Add up the squares of items, float32, float16 or bfloat16, in double precision."""
+
+def squared_distance(items: Buffer, others: Buffer, kind: str) -> float:
+    """Add up the squares of the differences between items in the same places."""
+
 def multiply_codes(
     codes: Buffer,
     codes_kind: str,

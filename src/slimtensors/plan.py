@@ -3,20 +3,16 @@
 A plan is a tree. Encoding walks it down, decoding walks it up; the leaves are plain tensors.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slimtensors import codecs
+from slimtensors.distance import relative_distance
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.spec import QUANTIZED, Each, Json, Parts, Spec, serially, view
-
-_CACHED = 1 << 16
-"""As many items as the processor's cache holds in double precision."""
 
 _DEEPEST = 16
 """No real plan comes near; a hostile file would otherwise exhaust the stack."""
@@ -135,27 +131,6 @@ def relative_error(plan: Plan, x: Tensor) -> float | None:
         return None
     lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
     return relative_distance(decode(encode(Plan(plan.codec, lossy), x)), x)
-
-
-def relative_distance(found: Tensor, given: Tensor) -> float:
-    """Return the RMS of the difference of two tensors, relative to the RMS of the second."""
-    found, given = found.flatten(), given.flatten()
-    squares = torch.zeros(2, dtype=torch.float64)
-    for i in range(0, given.numel(), _CACHED):
-        values = given[i : i + _CACHED].double()
-        error = found[i : i + _CACHED].double() - values
-        squares += torch.stack([error.dot(error), values.dot(values)])
-    return float((squares[0] / squares[1]).sqrt()) if squares[1] else 0.0
-
-
-def norm(x: Tensor) -> float:
-    """Return the Euclidean norm of a tensor of floats."""
-    flat = x.reshape(-1)
-    single = flat.float()
-    square = float(torch.dot(single, single))
-    if 1e-20 < square < 1e30:
-        return math.sqrt(square)
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # ten times as slow
 
 
 def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = "") -> Json:

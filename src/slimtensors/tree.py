@@ -19,6 +19,7 @@ from slimtensors.plan import Encoded
 from slimtensors.spec import Json, dtype_name, find_dtype
 
 _DEEPEST = 100
+_PLAIN = (str, int, bool, type(None))
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json | None]:
@@ -53,6 +54,8 @@ def _outline(
     value: Any, path: str, keep: Callable[[str, Tensor | Encoded], str], depth: int
 ) -> Any:
     """Return JSON for `value`: plain where JSON has it, else a table with one key, its kind."""
+    if type(value) in _PLAIN:  # as most of a state is: worth a way around all that follows
+        return value
     if depth > _DEEPEST:
         raise UnsupportedTensorError(f"{path}: is nested more than {_DEEPEST} deep")
 
@@ -62,12 +65,10 @@ def _outline(
     match value:
         case Tensor() | Encoded():
             return {"tensor": keep(path, value)}
-        case None | bool() | str():
+        case str():
             return value
         case float() if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        case int() if type(value) is int:
-            return value
         case complex():
             return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
         case bytes():

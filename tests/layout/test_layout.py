@@ -16,7 +16,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 
 LAYERS = [
-    *["errors", "spec", "_core", "memory", "ranks", "lock"],
+    *["errors", "spec", "_core", "memory", "distance", "ranks", "lock"],
     "codecs",
     *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
     *["presets", "tensors"],

@@ -22,7 +22,7 @@ from slimtensors.checkpoint.precision import in_steps, seed_of, with_bits
 from slimtensors.checkpoint.profiles import Profile
 from slimtensors.checkpoint.roles import FIRST, SECOND, WEIGHTS, About
 from slimtensors.delta import cost, digest
-from slimtensors.plan import norm, relative_distance
+from slimtensors.distance import norm, relative_distance
 from slimtensors.residual import grouped, kinds, smallest
 from slimtensors.spec import Each, Json, Spec, as_bytes, on_cpu, serially
 

@@ -30,6 +30,10 @@ def new_folder(path: StrPath) -> Iterator[Path]:
     try:
         yield folder
         place_folder(folder, target)
+    except OSError as error:
+        if error.filename is None:  # a full disk, for one: writing names no file
+            error.filename = str(target)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -26,27 +26,37 @@ class Snapshot:
         tensors, tree = flatten(state)
         copies: dict[object, Tensor] = {}
         taken: dict[str, Tensor] = {}
+        todo: list[tuple[Tensor, Tensor]] = []
         for name, value in tensors.items():
             x = check_storable(name, value).detach()
             key = view_of_memory(x)
             if key not in copies:  # what is tied stays tied
-                copies[key] = self._copied(name, x)
+                copies[key] = self._room(name, x)
+                todo.append((copies[key], x))
             taken[name] = copies[key]
+        # In a loop of their own: copying leaves nothing in the caches that the one above could use.
+        for copy, x in todo:
+            _copy(copy, x)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._held = taken
         return FlatState(taken, tree, state)
 
-    def _copied(self, name: str, x: Tensor) -> Tensor:
+    def _room(self, name: str, x: Tensor) -> Tensor:
+        """Return memory for a copy: what was used before, if it still fits."""
         if x.is_quantized:
-            return x.cpu().clone()
+            return x.cpu().clone()  # an empty one would lack the scales
         copy = self._held.get(name)
         if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
-            copy = _pinned(x) if x.is_cuda else empty(Spec.of(x))
-        if x.is_cuda or x.dtype in _USUAL:
-            return copy.copy_(x, non_blocking=True)
-        as_bytes(copy).copy_(as_bytes(on_cpu(x)))  # as bytes: some dtypes have no copy kernel
+            return _pinned(x) if x.is_cuda else empty(Spec.of(x))
         return copy
+
+
+def _copy(copy: Tensor, x: Tensor) -> None:
+    if x.dtype in _USUAL or x.is_cuda or x.is_quantized:
+        copy.copy_(x, non_blocking=True)
+    else:
+        as_bytes(copy).copy_(as_bytes(on_cpu(x)))  # as bytes: some dtypes have no copy kernel
 
 
 def _pinned(x: Tensor) -> Tensor:

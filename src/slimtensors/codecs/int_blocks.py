@@ -1,23 +1,23 @@
 """Floats rounded to bytes, with a scale for every few of them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from slimtensors import _core
+from slimtensors.codecs.pieces import room
 from slimtensors.codecs.registry import register
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, serially
+from slimtensors.spec import Each, Parts, Spec, as_bytes, dtype_name, serially
 
 _LARGEST = 127
-_PIECE = 1 << 16
-"""Items that are rounded at once, few enough to stay in a cache."""
-_GROUP = 16
-"""Pieces per piece of work: enough to be worth a thread."""
+_BY_CORE = (torch.bfloat16, torch.float16, torch.float32)
+_NO_ZEROS = room(0)
+_PIECE = 1 << 18
+"""Items per piece of work: enough to be worth a thread, few enough to stay in a cache."""
 
 
 @register
@@ -31,8 +31,8 @@ class IntBlocks:
     block: int = 64
 
     def __post_init__(self) -> None:
-        if type(self.block) is not int or not 1 <= self.block <= _PIECE or _PIECE % self.block:
-            raise ConfigError(f"block must be a power of two up to {_PIECE}, got {self.block!r}")
+        if type(self.block) is not int or not 1 <= self.block <= 1 << 16 or (1 << 16) % self.block:
+            raise ConfigError(f"block must be a power of two up to 65536, got {self.block!r}")
 
     def encode(self, x: Tensor) -> Parts:
         """Return `q` (int8) and `scale` (float32)."""
@@ -46,22 +46,28 @@ class IntBlocks:
         """Round pieces of the tensor side by side."""
         if not x.is_floating_point():
             raise ConfigError(f"only floats can be rounded, not {x.dtype}")
-        flat = x.reshape(-1)
-        q = empty(Spec(torch.int8, (flat.numel(),)))
-        scale = torch.empty(self._blocks(flat.numel()))
+        items = _flat(x)
+        q = empty(Spec(torch.int8, (items.numel(),)))
+        scale = torch.empty(self._blocks(items.numel()))
 
         def one(i: int) -> None:
-            part, here = flat[_piece(i)].float(), q[_piece(i)]
-            rows = pad(part, (0, -len(part) % self.block)).view(-1, self.block)
-            largest = rows.abs().amax(dim=1).div_(_LARGEST)
+            part, mine = items[_piece(i)], scale[self._scales(i)]
+            largest = largest_in_blocks(part, self.block).div_(_LARGEST)
             if not torch.isfinite(largest).all():
                 raise ConfigError("holds NaN or infinity, which integers cannot say")
             # The least normal number: below it, a quotient would overflow; such blocks become 0.
-            largest.clamp_(min=torch.finfo(torch.float32).tiny)
-            scale[self._blocks(_piece(i).start) :][: len(rows)] = largest
-            here[:] = rows.div(largest.unsqueeze(1)).round_().view(-1)[: len(part)]
+            mine.copy_(largest.clamp_(min=torch.finfo(torch.float32).tiny))
+            _core.quantize(
+                as_bytes(part),
+                dtype_name(part.dtype),
+                "float32",
+                *self._layout(mine, part.numel()),
+                "int",
+                8,
+                as_bytes(q[_piece(i)]),
+            )
 
-        _by_groups(one, flat.numel(), each)
+        each(one, -(-items.numel() // _PIECE))
         return {"q": q.view(x.shape), "scale": scale}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
@@ -71,30 +77,48 @@ class IntBlocks:
             raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
         if Spec.of(scale) != Spec(torch.float32, (self._blocks(like.numel),)):
             raise CorruptFileError(f"scales of {Spec.of(scale)} for a tensor of {like}")
-        out = empty(like)
-        flat, items = q.reshape(-1), out.view(-1)
+        out = empty(like if like.dtype in _BY_CORE else Spec(torch.float32, like.shape))
+        codes, items = q.reshape(-1), out.view(-1)
 
         def one(i: int) -> None:
-            part = flat[_piece(i)].float()
-            rows = pad(part, (0, -len(part) % self.block)).view(-1, self.block)
-            rows.mul_(scale[self._blocks(_piece(i).start) :][: len(rows)].unsqueeze(1))
-            items[_piece(i)] = rows.view(-1)[: len(part)]
+            part = codes[_piece(i)]
+            _core.dequantize(
+                as_bytes(part),
+                "int",
+                8,
+                *self._layout(scale[self._scales(i)], part.numel()),
+                dtype_name(out.dtype),
+                as_bytes(items[_piece(i)]),
+            )
 
-        _by_groups(one, like.numel, each)
-        return out
+        each(one, -(-like.numel // _PIECE))
+        return out.to(like.dtype)
 
     def _blocks(self, items: int) -> int:
         return -(-items // self.block)
 
+    def _scales(self, piece: int) -> slice:
+        return slice(piece * _PIECE // self.block, (piece + 1) * _PIECE // self.block)
 
-def _by_groups(work: Callable[[int], None], items: int, each: Each) -> None:
-    pieces = -(-items // _PIECE)
+    def _layout(
+        self, scale: Tensor, items: int
+    ) -> tuple[Tensor, str, float, Tensor, tuple[int, int, int]]:
+        """Return what the core wants to know of scales: here a piece is one row."""
+        return as_bytes(scale), "float32", 1.0, _NO_ZEROS, (items, self.block, 1)
 
-    def some(group: int) -> None:
-        for i in range(group * _GROUP, min((group + 1) * _GROUP, pieces)):
-            work(i)
 
-    each(some, -(-pieces // _GROUP))
+def largest_in_blocks(x: Tensor, block: int) -> Tensor:
+    """Return the largest magnitude in each block; not finite where one holds what is not."""
+    items = _flat(x)
+    low, high = (items.new_empty(-(-items.numel() // block)) for _ in range(2))
+    if items.numel():
+        kind, row = dtype_name(items.dtype), items.numel()
+        _core.find_ranges(as_bytes(items), kind, row, block, as_bytes(low), as_bytes(high))
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x if x.dtype in _BY_CORE else x.float()).reshape(-1)
 
 
 def _piece(i: int) -> slice:

@@ -25,6 +25,7 @@ from slimtensors.dialects.member import (
     checksum,
     plain_piece,
 )
+from slimtensors.distance import relative_distance
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.plan import (
     Encoded,
@@ -35,7 +36,6 @@ from slimtensors.plan import (
     max_decoded,
     plan_of,
     rebuild,
-    relative_distance,
     sizes_of,
 )
 from slimtensors.spec import QUANTIZED, Each, Json, Spec, as_bytes, view

@@ -1,0 +1,85 @@
+"""Sums of squares against slow twins, in fast and in plain code."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimtensors import _core
+from slimtensors.distance import norm, relative_distance
+from slimtensors.spec import as_bytes, dtype_name
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+LANES = 16
+
+
+def slow_sum(numbers):
+    """Squares in sums that take turns, which then add up by halves: the order that is promised."""
+    sums = [0.0] * LANES
+    for i, x in enumerate(numbers):
+        sums[i % LANES] += x * x
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [a + b for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 70), st.sampled_from(FLOATS), st.integers(-20, 12), st.integers(0, 2**32))
+def test_sums_are_those_of_the_slow_twin_to_the_last_bit(items, dtype, exponent, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, y = ((torch.randn(items, generator=g) * 2.0**exponent).to(dtype) for _ in range(2))
+    kind = dtype_name(dtype)
+    a, b = x.double().tolist(), y.double().tolist()
+    assert _core.sum_of_squares(as_bytes(x), kind) == slow_sum(a)
+    between = _core.squared_distance(as_bytes(x), as_bytes(y), kind)
+    assert between == slow_sum([p - q for p, q in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_shows(dtype):
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.ones(21, dtype=dtype)
+        x[17] = bad
+        assert not math.isfinite(norm(x))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_distances_are_relative_to_the_second(dtype):
+    x = torch.linspace(-4, 4, 130).to(dtype).view(13, 10)
+    y = x * 1.25
+    wanted = float((y.double() - x.double()).norm() / x.double().norm())
+    assert relative_distance(y, x) == pytest.approx(wanted)
+    assert relative_distance(y.t(), x.t()) == pytest.approx(wanted)
+    assert relative_distance(y.float(), x) == pytest.approx(wanted)
+    assert relative_distance(x, x) == 0.0
+    assert relative_distance(x, torch.zeros_like(x)) == 0.0
+
+
+def test_numbers_whose_squares_float32_cannot_hold():
+    for size in (1e-30, 1e30):
+        x = torch.full((100,), size)
+        assert norm(x) == pytest.approx(10 * size)
+        assert relative_distance(1.5 * x, x) == pytest.approx(0.5)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="items must be"):
+        _core.sum_of_squares(bytes(8), "float8_e4m3fn")
+    with pytest.raises(ValueError, match="whole number"):
+        _core.sum_of_squares(bytes(6), "float32")
+    with pytest.raises(ValueError, match="as many"):
+        _core.squared_distance(bytes(8), bytes(4), "float32")
+
+
+@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")
+def test_plain_code_passes_the_same_tests():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "SLIMTENSORS_CPU": "plain"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
