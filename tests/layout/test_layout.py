@@ -18,12 +18,12 @@ MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 LAYERS = [
     *["errors", "spec", "_core", "memory"],
     "codecs",
-    *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
+    *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization", "pruning"],
     *["presets", "tensors"],
     *["summary", "dialects"],
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
-    *["checkpoint", "torchao", "integrations", "transformers"],
+    *["recipe", "checkpoint", "torchao", "integrations", "transformers"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
