@@ -71,7 +71,7 @@ class SlimCheckpoints(TrainerCallback):
     ) -> None:
         """Take the lock of the folder, and restore what `resume_from_checkpoint` asks for."""
         _check(args)
-        self._close()
+        self.close()
         trained = Trained(
             parts["model"],
             getattr(parts["optimizer"], "optimizer", parts["optimizer"]),
@@ -116,14 +116,15 @@ class SlimCheckpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Wait for the last save, and let go of the folder."""
-        self._close()
+        self.close()
 
     def _restore_rng(self) -> None:
         if self._rng is not None:
             rng.restore(self._rng)
             self._rng = None
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Wait for the save under way, and let go of the folder."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.__exit__(None, None, None)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slimtensors.errors import ConfigError, MismatchError
+from slimtensors.quantization.layers import classes_of
+from slimtensors.quantization.layers import weights_of as quantizable
 from slimtensors.quantization.targets import is_target
 from slimtensors.recipe.modifiers import (
     ConstantPruning,
@@ -102,7 +104,9 @@ def weights_of(model: nn.Module, modifier: ConstantPruning | Gradual) -> dict[st
     """Return the weights of the layers that a modifier is for; raise if there are none."""
     found = {}
     for name, layer in model.named_modules():
-        classes = [kind.__name__ for kind in type(layer).__mro__]
+        if not quantizable(layer):
+            continue
+        classes = classes_of(layer)
         is_meant = is_target(modifier.targets, name, classes)
         if is_meant and not is_target(modifier.ignore, name, classes):
             weight = getattr(layer, "weight", None)
