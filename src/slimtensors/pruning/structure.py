@@ -23,8 +23,8 @@ class Structure(Protocol):
         """The share of zeros, if the rule fixes it."""
         ...
 
-    def together(self, columns: int) -> int:
-        """Return how many neighbouring columns have to be decided at once; 0 if it is all one."""
+    def at_once(self, columns: int, *, about: int) -> int:
+        """Return how many neighbouring columns to decide at once: `about` so many, if it can be."""
         ...
 
     def check(self, rows: int, columns: int) -> None:
@@ -46,9 +46,9 @@ class Unstructured:
     name: str = "unstructured"
     share: None = None
 
-    def together(self, columns: int) -> int:
-        """Return 0: no column needs another."""
-        return 0
+    def at_once(self, columns: int, *, about: int) -> int:
+        """Return as many as asked for."""
+        return min(about, columns)
 
     def check(self, rows: int, columns: int) -> None:
         """Take any shape."""
@@ -76,7 +76,7 @@ class Groups:
         """What is not kept."""
         return 1 - self.kept / self.size
 
-    def together(self, columns: int) -> int:
+    def at_once(self, columns: int, *, about: int) -> int:
         """Return the size of a group."""
         return self.size
 
@@ -99,7 +99,7 @@ class Rows:
     name: str = "rows"
     share: None = None
 
-    def together(self, columns: int) -> int:
+    def at_once(self, columns: int, *, about: int) -> int:
         """Return all columns."""
         return columns
 
@@ -125,9 +125,9 @@ class Blocks:
         """As in `16x16`."""
         return f"{self.height}x{self.width}"
 
-    def together(self, columns: int) -> int:
-        """Return the width of a block."""
-        return self.width
+    def at_once(self, columns: int, *, about: int) -> int:
+        """Return whole blocks."""
+        return max(about // self.width, 1) * self.width
 
     def check(self, rows: int, columns: int) -> None:
         """Take matrices of whole blocks."""
@@ -137,7 +137,7 @@ class Blocks:
     def zeros(self, scores: Tensor, share: float, *, per_row: bool = False) -> Tensor:
         """Return the blocks of least score, of the matrix or of each row of blocks."""
         rows, columns = scores.shape
-        tiles = scores.view(rows // self.height, self.height, columns // self.width, self.width)
+        tiles = scores.reshape(rows // self.height, self.height, columns // self.width, self.width)
         totals = tiles.sum((1, 3))
         lowest = Unstructured().zeros(totals, share, per_row=per_row)
         return lowest[:, None, :, None].expand_as(tiles).reshape(scores.shape)

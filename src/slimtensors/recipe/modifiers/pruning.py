@@ -45,7 +45,7 @@ class _Profiled(_Pruning):
     owl_m: float = 5.0
     """How many times the mean an outlier is at least."""
     owl_lmbda: float = 0.08
-    """How far the sparsity of a layer is at most from that of all."""
+    """Half of how far the sparsities of two layers may lie apart."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
