@@ -14,9 +14,12 @@ from torch.nn import functional
 
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.pruning import Unstructured, parse_structure
+from slimtensors.quantization.layers import Weight
 from slimtensors.recipe.training import GradualMasks, HeldMasks, MovementMasks, Schedule
 from slimtensors.recipe.training.ranking import by_layer, of_all_layers
 
+VIEWS = {name: Weight("weight") for name in ("weight", "0.weight", "2.weight")}
+ALL, EACH = of_all_layers(Unstructured()), by_layer(Unstructured(), VIEWS)
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
@@ -163,14 +166,14 @@ def test_schedules_that_make_no_sense_are_refused(fields, said):
         Schedule(*fields)
 
 
-@pytest.mark.parametrize("ranking", [of_all_layers, by_layer])
+@pytest.mark.parametrize("ranking", [ALL, EACH], ids=["all", "each"])
 def test_magnitude_pruning_ends_exactly_and_lets_nothing_come_back(ranking):
     model = net()
     weights = matrices(model)
     everything = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
     schedule = Schedule(2, 12, 0.1, 0.8, every=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    masks = GradualMasks(weights, everything, schedule=schedule, ranking=ranking(Unstructured()))
+    masks = GradualMasks(weights, everything, schedule=schedule, ranking=ranking)
     with masks.during(optimizer):
         gone = {name: torch.zeros_like(mask) for name, mask in everything.items()}
         for step in range(16):
@@ -181,7 +184,7 @@ def test_magnitude_pruning_ends_exactly_and_lets_nothing_come_back(ranking):
             total = sum(int(x.sum()) for x in gone.values())
             if schedule.is_due(step + 1):
                 assert abs(total / (16 * 32 + 32 * 8) - schedule.at(step + 1)) < 0.004
-    if ranking is by_layer:
+    if ranking is EACH:
         assert all(int(x.sum()) == round(0.8 * x.numel()) for x in gone.values())
 
 
@@ -191,7 +194,7 @@ def test_what_was_zero_before_is_never_chosen():
         weights, masks = matrices(model), random_masks(matrices(model), keep=0.4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = Schedule(0, 3, 0.0, 0.5)
-        pruned = kind(weights, masks, schedule=schedule, ranking=by_layer(Unstructured()), **more)
+        pruned = kind(weights, masks, schedule=schedule, ranking=EACH, **more)
         with pruned.during(optimizer):
             train(model, optimizer, 5)
         assert all(torch.equal(pruned.masks[name], mask) for name, mask in masks.items())
@@ -209,7 +212,7 @@ def test_gradual_pruning_ends_in_the_structure_that_was_asked_for(name):
         weights,
         everything,
         schedule=Schedule(0, 6, 0, final, power=1),
-        ranking=by_layer(structure),
+        ranking=by_layer(structure, VIEWS),
     )
     with masks.during(optimizer):
         for step in range(7):
@@ -220,6 +223,17 @@ def test_gradual_pruning_ends_in_the_structure_that_was_asked_for(name):
     for mask in masks.masks.values():
         assert abs(1 - mask.float().mean().item() - final) < 1e-6
         assert torch.equal(structure.zeros(mask.float(), final), ~mask)
+
+
+def test_structures_follow_the_inputs_of_layers_that_lie_on_their_side():
+    scores = torch.rand(8, 6, generator=torch.Generator().manual_seed(0))
+    lying = by_layer(parse_structure("2:4"), {"x": Weight("weight", transposed=True)})
+    upright = by_layer(parse_structure("2:4"), {"x": Weight("weight")})
+    mask = lying({"x": scores}, 0.5)["x"]
+    assert torch.equal(mask, upright({"x": scores.T.contiguous()}, 0.5)["x"].T)
+    stack = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    experts = by_layer(parse_structure("2:4"), {"x": Weight("up")})({"x": stack}, 0.5)["x"]
+    assert torch.equal(experts[1], upright({"x": stack[1]}, 0.5)["x"])
 
 
 def kept(scores, share):
@@ -250,9 +264,7 @@ def test_movement_pruning_is_what_autograd_with_straight_through_masks_does():
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.05)
     weights = {"weight": linear.weight}
     everything = {"weight": torch.ones(10, 12, dtype=torch.bool)}
-    masks = MovementMasks(
-        weights, everything, schedule=schedule, ranking=by_layer(Unstructured()), rate=0.01
-    )
+    masks = MovementMasks(weights, everything, schedule=schedule, ranking=EACH, rate=0.01)
     came_back = 0
     with masks.during(optimizer):
         for step in range(14):
@@ -284,7 +296,7 @@ def test_after_the_schedule_movement_masks_stay():
         weights,
         everything,
         schedule=Schedule(0, 4, 0, 0.9),
-        ranking=of_all_layers(Unstructured()),
+        ranking=ALL,
         rate=0.01,
     )
     with masks.during(optimizer):
@@ -299,7 +311,7 @@ def test_after_the_schedule_movement_masks_stay():
 def test_masks_go_on_from_their_state(kind):
     def made(model):
         masks = random_masks(matrices(model), keep=0.9)
-        more = {"schedule": Schedule(1, 8, 0, 0.8), "ranking": of_all_layers(Unstructured())}
+        more = {"schedule": Schedule(1, 8, 0, 0.8), "ranking": ALL}
         more |= {"rate": 0.01} if kind is MovementMasks else {}
         return kind(matrices(model), masks, **({} if kind is HeldMasks else more))
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -20,7 +21,8 @@ def arguments(given: Any, folder: Path) -> TrainingArguments:
         known = {each.name for each in fields(TrainingArguments) if each.init}
         for name in given.keys() - known:
             raise ConfigError(f"training_args: there is no {name!r}; {nearest(str(name), known)}")
-        given = TrainingArguments(**{**given, "output_dir": str(folder)})
+        pinned = {"dataloader_pin_memory": torch.accelerator.is_available()}  # else torch warns
+        given = TrainingArguments(**{**pinned, **given, "output_dir": str(folder)})
     if not isinstance(given, TrainingArguments):
         raise ConfigError(f"training_args: are a TrainingArguments or a mapping, not {given!r}")
     if given.save_strategy == SaveStrategy.BEST:

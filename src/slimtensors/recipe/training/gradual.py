@@ -27,11 +27,12 @@ class GradualMasks(HeldMasks):
         self.step = 0
         self._allowed = {name: mask.clone() for name, mask in self.masks.items()}
         self._renew()
+        self.apply()
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Count a step, and prune if it is time to."""
         self.step += 1
-        self._renew()
+        return self._renew()
 
     def scores(self) -> dict[str, Tensor]:
         """Return how much each weight matters."""
@@ -51,13 +52,13 @@ class GradualMasks(HeldMasks):
         self.masks.update(masks)
 
     @torch.no_grad()
-    def _renew(self) -> None:
+    def _renew(self) -> bool:
         if not self.schedule.is_due(self.step):
-            return
+            return False
         scores = {name: x.float() for name, x in self.scores().items()}
         # What was pruned before training began ranks below everything, and never comes back.
         lowest = min(x.min() for x in scores.values()) - 1
         ranked = {name: x.where(self._allowed[name], lowest) for name, x in scores.items()}
         kept = self._ranking(ranked, self.schedule.at(self.step))
         self.change({name: mask & self._allowed[name] for name, mask in kept.items()})
-        self.apply()
+        return True

@@ -72,8 +72,9 @@ class HeldMasks:
     def learn(self, name: str, gradient: Tensor) -> None:
         """Look at a gradient before it is masked."""
 
-    def advance(self) -> None:
-        """Go on after a step of the optimizer; masks may change now."""
+    def advance(self) -> bool:
+        """Go on after a step of the optimizer; tell whether masks have changed."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training must know to go on."""
@@ -88,9 +89,9 @@ class HeldMasks:
         return gradient.masked_fill(~self.masks[name], 0)
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.apply()  # a step may have moved what the masks before it held
-        self.advance()
         self.apply(optimizer)
+        if self.advance():
+            self.apply(optimizer)
 
 
 def fill(mine: Mapping[str, Tensor], given: Mapping[str, Tensor], part: str) -> None:

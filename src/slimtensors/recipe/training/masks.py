@@ -1,17 +1,17 @@
 """The masks of a stage that trains: which modifier prunes which weights, and when."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slimtensors.errors import ConfigError, MismatchError
-from slimtensors.quantization.layers import classes_of
-from slimtensors.quantization.layers import weights_of as quantizable
-from slimtensors.quantization.targets import is_target
+from slimtensors.pruning import find_layers, fitting_layers
+from slimtensors.quantization.algorithms.layers import Layer
 from slimtensors.recipe.modifiers import (
     ConstantPruning,
     GradualMagnitudePruning,
@@ -85,69 +85,64 @@ def masks_of(
     owners: dict[str, str] = {}
     parts: dict[str, HeldMasks] = {}
     for number, modifier in enumerate(modifiers):
-        if not isinstance(modifier, ConstantPruning | GradualMagnitudePruning | MovementPruning):
+        part: HeldMasks
+        if isinstance(modifier, ConstantPruning):
+            part = _held(modifier, model, held)
+        elif isinstance(modifier, GradualMagnitudePruning | MovementPruning):
+            part = _gradual(modifier, model, held, length)
+        else:
             continue
-        weights = weights_of(model, modifier)
-        for name in weights:
-            if name in owners:
-                raise ConfigError(
-                    f"{name}: is pruned by {owners[name]} and by {name_of(modifier)}; ignore it in"
-                    " one of them"
-                )
-            owners[name] = name_of(modifier)
-        parts[f"{number}_{name_of(modifier)}"] = _part(modifier, weights, held, length)
+        own = name_of(modifier)
+        for name in owners.keys() & part.masks:
+            both = f"{owners[name]} and by {own}"
+            raise ConfigError(f"{name}: is pruned by {both}; ignore it in one of them")
+        owners |= dict.fromkeys(part.masks, own)
+        parts[f"{number}_{own}"] = part
     others = {name: model.get_parameter(name) for name in held if name not in owners}
     return StageMasks({**parts, **({"held": HeldMasks(others, held)} if others else {})})
 
 
-def weights_of(model: nn.Module, modifier: ConstantPruning | Gradual) -> dict[str, nn.Parameter]:
-    """Return the weights of the layers that a modifier is for; raise if there are none."""
-    found = {}
-    for name, layer in model.named_modules():
-        if not quantizable(layer):
-            continue
-        classes = classes_of(layer)
-        is_meant = is_target(modifier.targets, name, classes)
-        if is_meant and not is_target(modifier.ignore, name, classes):
-            weight = getattr(layer, "weight", None)
-            if not isinstance(weight, nn.Parameter) or weight.dim() < 2:
-                raise ConfigError(f"{name}: has no matrix of weights to prune; ignore it")
-            found[f"{name}.weight"] = weight
-    if not found:
-        targets = ", ".join(modifier.targets)
-        raise ConfigError(f"{name_of(modifier)}: no layer of the model is one of {targets}")
-    return found
-
-
-def _part(
-    modifier: ConstantPruning | Gradual,
-    weights: Mapping[str, nn.Parameter],
-    held: Mapping[str, Tensor],
-    length: Length,
-) -> HeldMasks:
-    if isinstance(modifier, ConstantPruning):
-        zeros = HeldMasks.of_zeros(weights).masks
-        return HeldMasks(weights, {name: held.get(name, mask) for name, mask in zeros.items()})
-    allowed = {
-        name: held.get(name, weight.new_ones(weight.shape).bool())
-        for name, weight in weights.items()
+def parameters_of(layers: Iterable[Layer]) -> dict[str, Layer]:
+    """Return layers by the names of their weights in the model."""
+    return {
+        f"{layer.name}.weight" if layer.weight.parameter == "weight" else layer.name: layer
+        for layer in layers
     }
-    for name, weight in weights.items():
+
+
+def _held(modifier: ConstantPruning, model: nn.Module, held: Mapping[str, Tensor]) -> HeldMasks:
+    layers = parameters_of(fitting_layers(model, modifier.targets, modifier.ignore).values())
+    weights = {name: layer.parameter for name, layer in layers.items()}
+    zeros = {name: weight.detach() != 0 for name, weight in weights.items()}
+    return HeldMasks(weights, {**zeros, **{name: x for name, x in held.items() if name in zeros}})
+
+
+def _gradual(
+    modifier: Gradual, model: nn.Module, held: Mapping[str, Tensor], length: Length
+) -> GradualMasks:
+    layers = parameters_of(find_layers(model, modifier.targets, modifier.ignore).values())
+    _check_structure(modifier, layers)
+    weights = {name: layer.parameter for name, layer in layers.items()}
+    everything = {
+        name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()
+    }
+    allowed = {name: held.get(name, mask) for name, mask in everything.items()}
+    schedule = _schedule(modifier, length)
+    views = {name: layer.weight for name, layer in layers.items()}
+    structure = modifier.structure
+    ranking = of_all_layers(structure) if modifier.apply_globally else by_layer(structure, views)
+    if isinstance(modifier, GradualMagnitudePruning):
+        return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
+    rate = modifier.score_learning_rate
+    return MovementMasks(weights, allowed, schedule=schedule, ranking=ranking, rate=rate)
+
+
+def _check_structure(modifier: Gradual, layers: Mapping[str, Layer]) -> None:
+    for name, layer in layers.items():
         try:
-            modifier.structure.check(weight.shape[0], weight[0].numel())
+            modifier.structure.check(*layer.matrices[0].shape)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-    schedule = _schedule(modifier, length)
-    ranking = (of_all_layers if modifier.apply_globally else by_layer)(modifier.structure)
-    if isinstance(modifier, MovementPruning):
-        return MovementMasks(
-            weights,
-            allowed,
-            schedule=schedule,
-            ranking=ranking,
-            rate=modifier.score_learning_rate,
-        )
-    return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
 
 
 def _schedule(modifier: Gradual, length: Length) -> Schedule:

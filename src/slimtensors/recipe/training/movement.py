@@ -48,11 +48,11 @@ class MovementMasks(GradualMasks):
         score = self._scores[name]
         score.grad = slope if score.grad is None else score.grad.add_(slope)
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Improve the scores, count a step, and choose anew if it is time to."""
         self._learner.step()
         self._learner.zero_grad()
-        super().advance()
+        return super().advance()
 
     def scores(self) -> dict[str, Tensor]:
         """Return how much each weight matters."""

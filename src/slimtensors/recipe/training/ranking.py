@@ -7,16 +7,20 @@ from torch import Tensor
 
 from slimtensors.errors import ConfigError
 from slimtensors.pruning import Structure, Unstructured
+from slimtensors.quantization.layers import Weight
 
 Ranking = Callable[[Mapping[str, Tensor], float], Mapping[str, Tensor]]
 """Makes masks from scores and the share of zeros."""
 
 
-def by_layer(structure: Structure) -> Ranking:
-    """Return a ranking that gives every layer the same share of zeros, in some structure."""
+def by_layer(structure: Structure, views: Mapping[str, Weight]) -> Ranking:
+    """Return a ranking that gives every layer the same share of zeros, in some structure.
+
+    `views` tell how each weight is seen as a matrix.
+    """
 
     def kept(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-        return {name: ~_zeros(structure, x, share) for name, x in scores.items()}
+        return {name: ~_zeros(structure, views[name], x, share) for name, x in scores.items()}
 
     return kept
 
@@ -35,10 +39,16 @@ def of_all_layers(structure: Structure) -> Ranking:
     return kept
 
 
-def _zeros(structure: Structure, scores: Tensor, share: float) -> Tensor:
-    table = scores.flatten(1)
-    zeros = structure.zeros(table, share)
+def _zeros(structure: Structure, view: Weight, scores: Tensor, share: float) -> Tensor:
+    matrix = view.matrix(scores)
+    experts = matrix if matrix.dim() == 3 else matrix[None]
+    zeros = torch.stack([_zeros_of_matrix(structure, x, share) for x in experts])
+    return view.shaped(zeros.view_as(matrix), scores.shape)
+
+
+def _zeros_of_matrix(structure: Structure, scores: Tensor, share: float) -> Tensor:
+    zeros = structure.zeros(scores, share)
     if structure.share is not None and share < structure.share:
         # On the way to 2:4 only the lowest of those go that have to go in the end.
-        zeros = Unstructured().zeros(table.masked_fill(~zeros, torch.inf), share)
-    return zeros.view_as(scores)
+        zeros = Unstructured().zeros(scores.masked_fill(~zeros, torch.inf), share)
+    return zeros
