@@ -12,7 +12,7 @@ from slimtensors.pruning.structure import (
     Unstructured,
     parse_structure,
 )
-from slimtensors.pruning.targets import find_layers
+from slimtensors.pruning.targets import find_layers, fitting_layers
 
 __all__ = [
     "Blocks",
@@ -27,6 +27,7 @@ __all__ = [
     "Wanted",
     "by_outliers",
     "find_layers",
+    "fitting_layers",
     "parse_structure",
     "per_block",
     "per_target",

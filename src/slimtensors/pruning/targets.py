@@ -15,10 +15,22 @@ _LINEAR = {"Linear", "Conv1D"}
 def find_layers(
     model: nn.Module, targets: Sequence[str], ignore: Sequence[str]
 ) -> dict[str, Layer]:
+    """Return the layers that targets fit and that are not ignored, by name, to be pruned.
+
+    A layer that shares its weight with another raises.
+    """
+    chosen = fitting_layers(model, targets, ignore)
+    _check_tied(model, chosen)
+    return chosen
+
+
+def fitting_layers(
+    model: nn.Module, targets: Sequence[str], ignore: Sequence[str]
+) -> dict[str, Layer]:
     """Return the layers that targets fit and that are not ignored, by name.
 
     A target may also be the name of a weight, or fit a module: then it means all linear layers in
-    it. A target that fits nothing raises, as does a layer that shares its weight with another.
+    it. A target that fits nothing raises.
     """
     layers = layers_of(model)
     meant: set[str] = set()
@@ -31,7 +43,6 @@ def find_layers(
     chosen = {name: layer for name, layer in layers.items() if name in meant - ignored}
     if not chosen:
         raise ConfigError(f"all layers that fit {', '.join(targets)} are ignored")
-    _check_tied(model, chosen)
     return chosen
 
 

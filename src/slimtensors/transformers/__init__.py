@@ -5,6 +5,7 @@ of what was loaded writes them.
 """
 
 from slimtensors.folder import compress_folder, decompress_folder
+from slimtensors.integrations.training import train
 from slimtensors.integrations.transformers.auto import (
     SparseAutoModel,
     SparseAutoModelForAudioClassification,
@@ -58,4 +59,5 @@ __all__ = [
     "enable",
     "measure_memory",
     "oneshot",
+    "train",
 ]

@@ -72,8 +72,9 @@ _ALWAYS: Mapping[str, object] = {
     "sequential_update": True,
     "preserve_sparsity_mask": True,
     "leave_enabled": True,
+    "start": 0.0,
 }
-"""Fields of theirs that ask for what happens anyway."""
+"""Fields of theirs that ask for what happens anyway, where a modifier has none of that name."""
 
 _EVERYTHING = ("__ALL_PRUNABLE__", "__ALL__")
 
@@ -83,7 +84,9 @@ def make(name: str, given: Mapping[str, Any] | None) -> Any:
     kinds = _kinds(name)
     values = dict(given or {})
     for key, always in _ALWAYS.items():
-        if key in values and values.pop(key) is not always:
+        if any(key in _known(kind) for kind in kinds) or key not in values:
+            continue
+        if values.pop(key) != always:
             raise ConfigError(f"{name}: {key} is always {always} here")
     named = [_named(kind, values) for kind in kinds]
     fitting = [i for i, known in enumerate(named) if not known.keys() - _known(kinds[i])]
