@@ -6,6 +6,7 @@
     * UnsupportedVersionError  a newer library wrote it
     * UnknownCodecError        it names a codec that nobody registered
   * ConfigError                a bad option or an unknown name
+    * SingularError            data that says too little about the weights it flows into
   * MismatchError              two things that should fit do not
   * StatusError                a step was taken before the one it needs
   * InUseError                 another process is writing there
@@ -41,6 +42,10 @@ class UnknownCodecError(FormatError):
 
 class ConfigError(SlimError, ValueError):
     """An option has a bad value or does not exist."""
+
+
+class SingularError(ConfigError):
+    """What flowed into a layer does not tell its weights apart."""
 
 
 class MismatchError(SlimError, ValueError):

@@ -16,15 +16,15 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 
 LAYERS = [
-    *["errors", "spec", "_core", "memory", "distance", "ranks", "lock"],
+    *["errors", "spec", "_core", "memory", "distance", "ranks", "lock", "tables"],
     "codecs",
-    *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization"],
+    *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization", "pruning"],
     *["presets", "tensors"],
     *["summary", "dialects"],
     *["archive", "residual"],
     *["beside", "making", "delta", "formats", "folder", "delta_folder", "model", "compressor"],
     "quantized_folder",
-    *["checkpoint", "distributed", "torchao", "integrations", "transformers"],
+    *["recipe", "checkpoint", "distributed", "torchao", "integrations", "transformers"],
     "cli",
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""

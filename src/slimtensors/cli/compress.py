@@ -4,7 +4,7 @@ import argparse
 
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
-from slimtensors.cli import console, many, quantize
+from slimtensors.cli import console, many, quantize, recipe
 from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
@@ -29,6 +29,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "--dialect", help=f"{', '.join(dialects.names())} (default: slim, or what --quantize needs)"
     )
     quantize.add_options(verb)
+    recipe.add_option(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
@@ -41,6 +42,10 @@ def add_to(verbs: "console.Verbs") -> None:
 def run(options: argparse.Namespace) -> int:
     """Compress, then say how much smaller it is."""
     with many.ranks_of(options) as ranks:
+        if options.recipe is not None:
+            if ranks.count > 1:
+                raise ConfigError("a recipe is done by one process: run it without torchrun")
+            return recipe.run(options)
         total, summary = _run(options, ranks)
         if ranks.rank == 0:
             _report(options, total, summary)

@@ -15,7 +15,8 @@ from slimtensors.checkpoint import load_checkpoint, rng
 from slimtensors.checkpoint.loop import Checkpointing, Options, Trained
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.retention import Retention
-from slimtensors.errors import ConfigError
+from slimtensors.checkpoint.state import Stateful
+from slimtensors.errors import ConfigError, MismatchError
 
 
 class SlimCheckpoints(TrainerCallback):
@@ -27,7 +28,8 @@ class SlimCheckpoints(TrainerCallback):
 
     The folders are called `checkpoint-500`, as the Trainer's own. It must not save itself, because
     it would remove the oldest, whether others need it or not. Its weights come back when training
-    begins: until then it finds an empty file and says that all keys are missing.
+    begins: until then it finds an empty file and says that all keys are missing. `parts` are other
+    objects with a state that is saved and restored, by names of theirs.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class SlimCheckpoints(TrainerCallback):
         base: str | None = "auto",
         profile: str | Profile = "exact",
         async_: bool = True,
+        parts: Mapping[str, Stateful] | None = None,
     ) -> None:
+        self._parts = dict(parts or {})
         self._options = Options(
             every,
             Retention(keep_last, keep_every, keep_best, best_is),
@@ -67,18 +71,23 @@ class SlimCheckpoints(TrainerCallback):
     ) -> None:
         """Take the lock of the folder, and restore what `resume_from_checkpoint` asks for."""
         _check(args)
-        self._close()
+        self.close()
         trained = Trained(
             parts["model"],
             getattr(parts["optimizer"], "optimizer", parts["optimizer"]),
             parts["lr_scheduler"],
+            extra=lambda: {name: part.state_dict() for name, part in self._parts.items()},
             files=lambda: _trainer_files(state),
         )
         run = Path(args.output_dir)
         if state.global_step:
             point = run / self._options.name.format(state.global_step)
             checkpoint = load_checkpoint(point)
+            for name in self._parts.keys() - checkpoint.keys():
+                raise MismatchError(f"{point}: holds no state of the {name}; it was saved without")
             trained.restore(checkpoint)
+            for name, part in self._parts.items():
+                part.load_state_dict(checkpoint[name])
             self._rng = checkpoint["rng"]
         self._loop = Checkpointing(run, trained, self._options, start=state.global_step)
         self._loop.__enter__()
@@ -107,14 +116,15 @@ class SlimCheckpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
         """Wait for the last save, and let go of the folder."""
-        self._close()
+        self.close()
 
     def _restore_rng(self) -> None:
         if self._rng is not None:
             rng.restore(self._rng)
             self._rng = None
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Wait for the save under way, and let go of the folder."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.__exit__(None, None, None)

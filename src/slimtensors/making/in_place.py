@@ -3,11 +3,27 @@
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from slimtensors.container import StrPath, sync_folder
+from slimtensors.container import StrPath, local, sync_folder
 from slimtensors.errors import ConfigError
+
+
+@contextmanager
+def new_folder(path: StrPath, *, replace: bool) -> Iterator[Path]:
+    """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
+    target = Path(os.path.realpath(local(path)))
+    check_replaceable(target, (), replace=replace)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.slimtensors-tmp")
+    folder.mkdir()
+    try:
+        yield folder
+        put_in_place(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_in_place(folder: Path, target: Path) -> None:

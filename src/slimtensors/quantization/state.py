@@ -114,6 +114,11 @@ class Quantization(nn.Module):
             raise type(error)(f"{self.plan.name}: {error}") from error
         self.status = QuantizationStatus.FROZEN
 
+    def requantize(self, layer: nn.Module) -> None:
+        """Find the codes of a frozen layer anew, with its scales, once its weights have changed."""
+        for weight in self.plan.weights:
+            self._freeze_weight(layer, weight)
+
     def adopt(self, layer: nn.Module, version: str | None) -> None:
         """Freeze a layer with the numbers it keeps, as a release of theirs left them."""
         try:

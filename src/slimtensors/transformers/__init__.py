@@ -5,6 +5,7 @@ of what was loaded writes them.
 """
 
 from slimtensors.folder import compress_folder, decompress_folder
+from slimtensors.integrations.training import train
 from slimtensors.integrations.transformers.auto import (
     SparseAutoModel,
     SparseAutoModelForAudioClassification,
@@ -25,11 +26,15 @@ from slimtensors.integrations.transformers.auto import (
     SparseAutoModelForSpeechSeq2Seq,
     SparseAutoModelForTokenClassification,
 )
+from slimtensors.integrations.transformers.oneshot import oneshot
 from slimtensors.integrations.transformers.peak import measure_memory
 from slimtensors.integrations.transformers.saving import enable
+from slimtensors.recipe import Calibration, Recipe
 from slimtensors.transformers import compression
 
 __all__ = [
+    "Calibration",
+    "Recipe",
     "SparseAutoModel",
     "SparseAutoModelForAudioClassification",
     "SparseAutoModelForCTC",
@@ -53,4 +58,6 @@ __all__ = [
     "decompress_folder",
     "enable",
     "measure_memory",
+    "oneshot",
+    "train",
 ]

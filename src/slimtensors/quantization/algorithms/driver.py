@@ -1,7 +1,6 @@
 """Quantize a model layer by layer, each on inputs that the layers before it, quantized, give."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -17,7 +16,7 @@ from slimtensors.quantization.algorithms.round import Hessians, round_layer
 from slimtensors.quantization.algorithms.rtn import Rounded
 from slimtensors.quantization.algorithms.smooth import norms_of, smooth_block
 from slimtensors.quantization.algorithms.smoothing import Smoothing
-from slimtensors.quantization.algorithms.watch import Inputs, Watch
+from slimtensors.quantization.algorithms.watch import watch_block
 from slimtensors.quantization.algorithms.work import WorkFolder
 from slimtensors.quantization.apply import apply_quantization_config, freeze_module_quantization
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
@@ -120,15 +119,19 @@ class _Run:
     def do_others(self) -> None:
         """Round what no block holds."""
         note = "lies outside of the repeated blocks: rounded to nearest"
+        notes = [] if self.method.name == RTN.name else [note]
         for name, layer in self.layers.items():
             if name not in self.results:
-                self._do_layer(layer, RTN(), {}, [note] if self.method.needs_inputs else [])
+                self._do_layer(layer, RTN(), {}, notes)
 
     def _do_block(self, stack: Stack, block: str, layers: Sequence[Layer]) -> None:
         smoothed: list[str] = []
         hessians: Hessians = {}
         if not self._is_finished(block, layers):
-            inputs = self._watch(stack, block)
+            module = stack.blocks[block]
+            every = layers_of(module, prefix=block).values()
+            watched = every if self.smoothing else [each for each in every if each.args]
+            inputs = watch_block(stack, block, watched, norms_of(module, prefix=block))
             if self.smoothing is not None:
                 smoothed, notes = smooth_block(stack, block, inputs, self.smoothing)
                 self.notes += notes
@@ -147,18 +150,6 @@ class _Run:
             return False
         names = [layer.name for layer in layers] if self.smoothing is None else [block]
         return all(self.work.has(name) for name in names)
-
-    def _watch(self, stack: Stack, block: str) -> list[Inputs]:
-        module = stack.blocks[block]
-        every = layers_of(module, prefix=block).values()
-        watch = Watch(every if self.smoothing else [each for each in every if each.args])
-        with ExitStack() as hooks:
-            for name, norm in norms_of(module, prefix=block).items():
-                hooks.callback(norm.register_forward_hook(watch.norm_hook(name)).remove)
-            with watch:
-                for _ in stack.run(block):
-                    watch.end_batch()
-        return watch.inputs()
 
     def _do_layer(
         self, layer: Layer, method: Method, hessians: Hessians, notes: Sequence[str]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, SingularError
 
 Tell = Callable[[str], object]
 """Gets a sentence about something that did not go as asked."""
@@ -55,34 +55,41 @@ def output_error(error: Tensor, hessian: Tensor) -> float:
     return float((error @ hessian).mul_(error).sum(dtype=torch.float64))
 
 
-def pulls(hessian: Tensor, *, damping: float, tell: Tell) -> Tensor:
-    """Return `P [columns, columns]`, by which errors of columns pull on those that come after.
+def factor(hessian: Tensor, *, damping: float, tell: Tell) -> Tensor:
+    """Return `R [columns, columns]`, upper triangular, with `H = R Rᵀ`.
 
-    Adding `Σ e[k] P[k, j]` to column j makes up best for the errors `e` of those before it.
-    `damping`, in units of the mean of the diagonal, is added to it; doubled, and told, for as long
-    as the matrix is singular all the same. Columns that saw only zeros pull on nothing.
+    It makes `e H eᵀ = |e R|²`, of which the j-th term only knows errors up to column j. `damping`,
+    in units of the mean of the diagonal, is added to it; doubled, and told, for as long as the
+    matrix is singular all the same. Columns that saw only zeros count as the mean.
     """
-    # H = R Rᵀ with R upper triangular makes e H eᵀ = |e R|², whose j-th term only knows columns up
-    # to j. This is what GPTQ finds through the inverse of H, at a third of the cost. Libraries
-    # give lower factors, hence the flips.
+    # This is what GPTQ finds through the inverse of H, at a third of the cost. Libraries give
+    # lower factors, hence the flips.
     flipped = hessian.flip(0, 1)
     diagonal = flipped.diagonal()
     dead = diagonal == 0
     mean = float(diagonal.sum()) / max(int((~dead).sum()), 1)
     if not mean > 0:
-        raise ConfigError("its inputs were all zero: nothing to learn from them")
+        raise SingularError("its inputs were all zero: nothing to learn from them")
     if dead.any():
         tell(f"{int(dead.sum())} of {len(dead)} inputs were always zero")
         diagonal[dead] = mean
     added = 0.0
     while True:
         diagonal += (damping - added) * mean
-        factor, failed = torch.linalg.cholesky_ex(flipped)
-        if not failed and torch.isfinite(factor).all():
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        if not failed and torch.isfinite(lower).all():
             break
         if damping >= 1:
-            raise ConfigError(f"the Hessian is not positive, even with damping {damping:g}")
+            raise SingularError(f"the Hessian is not positive, even with damping {damping:g}")
         added, damping = damping, max(2 * damping, 1e-4)
         tell(f"the Hessian is singular: damping raised to {damping:g}")
-    upper: Tensor = factor.flip(0, 1)
+    upper: Tensor = lower.flip(0, 1)
+    return upper
+
+
+def pulls(upper: Tensor) -> Tensor:
+    """Return `P [columns, columns]`, by which errors of columns pull on those that come after.
+
+    Adding `Σ e[k] P[k, j]` to column j makes up best for the errors `e` of those before it.
+    """
     return upper / upper.diagonal()

@@ -1,7 +1,7 @@
 """What was done to each layer of a model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from slimtensors.quantization.algorithms.rtn import Rounded
 from slimtensors.spec import Json
@@ -9,16 +9,21 @@ from slimtensors.spec import Json
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How a layer was quantized, and what that does to its outputs."""
+    """How a layer was quantized or pruned, and what that does to its outputs."""
 
     name: str
     method: str
-    """What chose the codes: `gptq`, or `rtn` where it was asked for or fallen back to."""
+    """What did it: `gptq`, or `rtn` where that was asked for or fallen back to."""
     error: float | None = None
     """Relative square error of the outputs, on what was seen; none if nothing was."""
     nearest_error: float | None = None
-    """The same, had the weights been rounded to nearest."""
+    """The same, had the weights been rounded to nearest, or pruned by magnitude."""
+    mse: float | None = None
+    """Mean square error of the outputs."""
+    cosine: float | None = None
+    """Between outputs before and after."""
     tokens: int = 0
+    seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = ()
     """What did not go as asked, and what was done instead."""
 

@@ -1,14 +1,16 @@
 """Choose the codes of one layer, be it a matrix or a stack of experts."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, SlimError
+from slimtensors.errors import ConfigError, SingularError, SlimError
 from slimtensors.quantization.affine import Params
-from slimtensors.quantization.algorithms.hessian import Hessian, output_error
+from slimtensors.quantization.algorithms.change import Change
+from slimtensors.quantization.algorithms.hessian import Hessian
 from slimtensors.quantization.algorithms.layers import Layer
 from slimtensors.quantization.algorithms.methods import RTN, Method
 from slimtensors.quantization.algorithms.report import LayerReport
@@ -17,9 +19,6 @@ from slimtensors.quantization.args import QuantizationArgs
 
 Hessians = Mapping[tuple[str, int], Hessian]
 """What was seen to flow into each matrix, by its layer's name and its number there."""
-
-_ROWS = 128
-"""How many rows of a weight are enough to tell how its outputs change."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,16 @@ class _Done:
     method: str
     tokens: int
     notes: Sequence[str]
-    errors: Tensor
-    """Mean square of the outputs, of our error in them, and of rounding to nearest."""
+    change: Change = field(default_factory=Change)
+    nearest: Change = field(default_factory=Change)
+    """What rounding to nearest would have changed."""
 
 
 def round_layer(layer: Layer, method: Method, hessians: Hessians) -> tuple[Rounded, LayerReport]:
     """Return the layer's weight on its grid, and how that went."""
     args = layer.args
     assert args is not None, "only layers that are to be quantized come here"
+    begin = time.perf_counter()
     try:
         done = [
             _round(matrix, method, hessians.get((layer.name, i)), args)
@@ -47,36 +48,43 @@ def round_layer(layer: Layer, method: Method, hessians: Hessians) -> tuple[Round
         whole = results[0] if layer.matrix.dim() == 2 else _stacked(results)
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
-    size, ours, nearest = torch.stack([each.errors for each in done]).sum(0).tolist()
+    change = Change.of_all(each.change for each in done)
     used = {each.method for each in done}
     return whole, LayerReport(
         layer.name,
         method=method.name if method.name in used else RTN.name,
-        error=ours / size if size else None,
-        nearest_error=nearest / size if size else None,
+        error=change.relative,
+        nearest_error=Change.of_all(each.nearest for each in done).relative,
+        mse=change.mse,
+        cosine=change.cosine,
         tokens=sum(each.tokens for each in done),
-        notes=_gathered([each.notes for each in done]),
+        seconds=time.perf_counter() - begin,
+        notes=gathered([each.notes for each in done]),
     )
 
 
 def _round(weight: Tensor, method: Method, seen: Hessian | None, args: QuantizationArgs) -> _Done:
     notes: list[str] = []
     if seen is None or not seen.largest.any():
-        if method.needs_inputs:
+        if method.name != RTN.name:
             notes.append("nothing but zeros, if anything, came in: rounded to nearest")
-        return _Done(rtn(weight, args), RTN.name, 0, notes, torch.zeros(3))
+        return _Done(rtn(weight, args), RTN.name, 0, notes)
     hessian = seen.mean()
-    result = method.round(weight, hessian, args, tell=notes.append)
-    nearest = result if method.name == RTN.name else rtn(weight, args)
-    errors = _errors(weight, result.weight, nearest.weight, hessian)
-    return _Done(result, method.name, seen.tokens, notes, errors)
-
-
-def _errors(weight: Tensor, ours: Tensor, nearest: Tensor, hessian: Tensor) -> Tensor:
-    rows = slice(None, None, -(-len(weight) // _ROWS))
-    exact = weight[rows].float()
-    off = [exact, exact - ours[rows].float(), exact - nearest[rows].float()]
-    return torch.tensor([output_error(x, hessian) for x in off])
+    nearest = rtn(weight, args)
+    result, used = nearest, RTN.name
+    if method.name != RTN.name:
+        try:
+            result, used = method.round(weight, hessian, args, tell=notes.append), method.name
+        except SingularError as error:
+            notes.append(f"{error}: rounded to nearest")
+    return _Done(
+        result,
+        used,
+        seen.tokens,
+        notes,
+        Change.between(weight, result.weight, hessian),
+        Change.between(weight, nearest.weight, hessian),
+    )
 
 
 def _stacked(done: Sequence[Rounded]) -> Rounded:
@@ -97,7 +105,7 @@ def _stacked(done: Sequence[Rounded]) -> Rounded:
     return Rounded(torch.stack([each.weight for each in done]), params)
 
 
-def _gathered(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def gathered(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Say of which experts each note is."""
     if len(notes) == 1:
         return tuple(notes[0])

@@ -1,6 +1,7 @@
 """See what flows into each weight while a model runs."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slimtensors.errors import ConfigError
+from slimtensors.quantization.algorithms.blocks import Stack
 from slimtensors.quantization.algorithms.hessian import Hessian
 from slimtensors.quantization.algorithms.layers import Layer
 
@@ -106,3 +108,17 @@ class Watch(TorchFunctionMode):
         if self._is_first:
             self._seen.append((x, inputs))
         return inputs
+
+
+def watch_block(
+    stack: Stack, block: str, layers: Iterable[Layer], norms: Mapping[str, nn.Module]
+) -> list[Inputs]:
+    """Run a block on what comes into it, and return what these layers read."""
+    watch = Watch(layers)
+    with ExitStack() as hooks:
+        for name, norm in norms.items():
+            hooks.callback(norm.register_forward_hook(watch.norm_hook(name)).remove)
+        with watch:
+            for _ in stack.run(block):
+                watch.end_batch()
+    return watch.inputs()

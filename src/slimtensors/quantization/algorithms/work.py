@@ -68,10 +68,13 @@ class WorkFolder:
 
     def load(self, name: str) -> tuple[Rounded, LayerReport]:
         """Return a finished layer."""
-        entry = self._state["finished"][name]
         tensors = self.load_tensors(name)
         params = Params(**{key: tensors[key] for key in _PARAMS if key in tensors})
-        return Rounded(tensors["weight"], params), LayerReport.from_json(entry["report"])
+        return Rounded(tensors["weight"], params), self.report(name)
+
+    def report(self, name: str) -> LayerReport:
+        """Return how a finished layer went."""
+        return LayerReport.from_json(self._state["finished"][name]["report"])
 
     def store(self, name: str, result: Rounded, report: LayerReport) -> None:
         """Keep a finished layer."""

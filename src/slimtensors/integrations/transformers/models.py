@@ -1,0 +1,42 @@
+"""Models as calls are given them: in memory, or in a folder or under a name, compressed or not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import transformers
+from torch import nn
+
+from slimtensors.container import StrPath
+from slimtensors.errors import ConfigError
+from slimtensors.integrations.transformers.auto import SparseAuto
+from slimtensors.integrations.transformers.saving import enable
+
+
+def load_model(model: nn.Module | StrPath) -> Any:
+    """Return a model with plain weights, by the class that saved it; one in memory as it is."""
+    if isinstance(model, nn.Module):
+        return model
+    config = transformers.AutoConfig.from_pretrained(model)
+    names: Sequence[str] = config.architectures or ()
+    kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+    if kind is None:
+        raise ConfigError(f"{model}: config.json names no class of transformers: {list(names)}")
+    auto: Any = type(kind.__name__, (SparseAuto,), {"auto": kind})
+    loaded = auto.from_pretrained(model)
+    return enable(_plain(loaded))
+
+
+def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
+    """Return the tokenizer that comes with a folder or a name, if any."""
+    where = model.name_or_path if hasattr(model, "name_or_path") else model
+    if isinstance(where, nn.Module) or not where:
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError):
+        return None
+
+
+def _plain(model: Any) -> Any:
+    """Forget that the weights were compressed in their files: they are not any more."""
+    return model

@@ -1,0 +1,169 @@
+"""Recipes as objects and as YAML, in our words and in those of others."""
+
+import sys
+
+import pytest
+
+from slimtensors.errors import ConfigError, MissingDependencyError
+from slimtensors.recipe import (
+    AWQ,
+    GPTQ,
+    ConstantPruning,
+    Distillation,
+    GradualMagnitudePruning,
+    MagnitudePruning,
+    MovementPruning,
+    Quantize,
+    Recipe,
+    SmoothQuant,
+    SparseGPT,
+    Stage,
+    Wanda,
+)
+from slimtensors.recipe.modifiers import MODIFIERS
+
+THEIRS = """
+sparsity_stage:
+  run_type: oneshot
+  sparsity_modifiers:
+    SparseGPTModifier:
+      sparsity: 0.5
+      mask_structure: 2:4
+      sequential_update: true
+      block_size: 64
+      dampening_frac: 1e-3
+      targets: ["re:model.layers.\\\\d*$"]
+quantization_stage:
+  run_type: oneshot
+  quantization_modifiers:
+    SmoothQuantModifier:
+      smoothing_strength: 0.8
+      mappings:
+        - [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"]
+    GPTQModifier:
+      ignore: ["lm_head"]
+      config_groups:
+        group_0:
+          weights: {num_bits: 4, type: int, symmetric: true, strategy: channel, dynamic: false}
+          targets: ["Linear"]
+"""
+
+EVERY = [
+    MagnitudePruning((0.1, 0.2)),
+    Wanda({"re:.*mlp.*": 0.6, "re:.*attn.*": 0.4}),
+    SparseGPT(0.7, sparsity_profile="owl", owl_m=3, block_size=32, ignore=()),
+    SparseGPT(mask_structure="2:4"),
+    ConstantPruning("re:.*weight"),
+    Quantize("W4A16", targets=["re:.*mlp.*"]),
+    GPTQ("W3A16", actorder="group", dampening_frac=0.1),
+    GPTQ(config_groups={"W8A8": ["Linear"]}, kv_cache_scheme={"num_bits": 8, "group_size": -1}),
+    AWQ("W4A16_ASYM", mappings=[{"smooth_layer": "re:.*norm", "balance_layers": ["re:.*q_proj"]}]),
+    SmoothQuant(0.8, mappings=[[["re:.*q_proj"], "re:.*input_layernorm"]]),
+    GradualMagnitudePruning(0.9, start=1, end=3, schedule="linear"),
+    MovementPruning(0.94, apply_globally=True),
+    Distillation(hardness=1.0),
+]
+
+
+@pytest.mark.parametrize("modifier", EVERY, ids=lambda x: type(x).__name__)
+def test_what_is_written_reads_back_equal(modifier):
+    recipe = Recipe.of(modifier)
+    assert Recipe.from_yaml(recipe.to_yaml()) == recipe
+
+
+def test_a_recipe_of_every_modifier_is_saved_beside_a_model(tmp_path):
+    assert {type(each).__name__ for each in EVERY} == set(MODIFIERS)
+    recipe = Recipe([Stage(EVERY[:7], "first", "oneshot"), Stage(EVERY[7:], "second")])
+    recipe.save(tmp_path)
+    assert Recipe.load(tmp_path / "recipe.yaml") == recipe
+    assert Recipe.of(str(tmp_path / "recipe.yaml")) == recipe
+
+
+def test_recipes_of_other_libraries_mean_the_same_here():
+    first, second = Recipe.from_yaml(THEIRS).stages
+    assert first.run_type == "oneshot"
+    (sparse,) = first.modifiers
+    assert isinstance(sparse, SparseGPT)
+    assert (sparse.structure.name, sparse.block_size, sparse.dampening_frac) == ("2:4", 64, 1e-3)
+    smooth, gptq = second.modifiers
+    assert smooth.smoothing_strength == 0.8
+    assert smooth.mappings[0].smooth_layer == "re:.*input_layernorm"
+    assert gptq.config.config_groups["group_0"].weights.num_bits == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "want"),
+    [
+        ("QuantizationModifier", {"scheme": "W4A16"}, Quantize("W4A16")),
+        ("MagnitudePruningModifier", {"final_sparsity": 0.7}, MagnitudePruning(0.7)),
+        (
+            "MagnitudePruningModifier",
+            {"init_sparsity": 0.1, "final_sparsity": 0.7, "start": 0, "end": 2},
+            GradualMagnitudePruning(0.7, init_sparsity=0.1, start=0, end=2),
+        ),
+        ("ConstantPruningModifier", {"targets": "__ALL_PRUNABLE__"}, ConstantPruning()),
+        ("WandaPruningModifier", {"mask_structure": "0:0"}, Wanda()),
+        ("AWQModifier", {"scheme": "W4A16", "n_grid": 10}, AWQ("W4A16", steps=10)),
+    ],
+)
+def test_names_of_others_are_known(name, fields, want):
+    assert Recipe.of({"test_modifiers": {name: fields}}).modifiers == (want,)
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "words"),
+    [
+        ({"SparseGTPModifier": {}}, "did you mean 'SparseGPTModifier'"),
+        ({"SparseGPT": {"sparsty": 0.5}}, "no field 'sparsty'; did you mean 'sparsity'"),
+        ({"SparseGPT": {"sparsity": 1.5}}, "SparseGPT: sparsity is a share"),
+        ({"SparseGPT": {"sparsity": "half"}}, "share"),
+        ({"SparseGPT": {"sparsity": 0.6, "mask_structure": "2:4"}}, "2 of 4"),
+        ({"SparseGPT": {"mask_structure": "4:2"}}, "mask_structure"),
+        ({"SparseGPT": {"mask_structure": 24}}, "in quotes"),
+        ({"SparseGPT": {"sequential_update": False}}, "always True"),
+        ({"Wanda": {"sparsity_profile": "bowl"}}, "owl"),
+        ({"Wanda": {"sparsity_profile": "owl", "sparsity": [0.5]}}, "spreads one"),
+        ({"GPTQ": {}}, "needs a scheme"),
+        ({"GPTQ": {"scheme": "W4A17"}}, "W4A16"),
+        ({"GPTQ": {"scheme": "W4A16", "actorder": "height"}}, "weight"),
+        ({"GPTQ": 4}, "mapping"),
+        ({"SmoothQuant": {"mappings": [1]}}, "mapping is"),
+        ({"GradualMagnitudePruning": {"start": 3, "end": 2}}, "after start"),
+        ({"MovementPruning": {"init_sparsity": 0.9}}, "above final"),
+        (["SparseGPT"], "a name and its fields"),
+        ("SparseGPT", "a mapping or a list"),
+    ],
+)
+def test_what_a_recipe_cannot_say_is_refused(modifiers, words):
+    with pytest.raises(ConfigError, match=words):
+        Recipe.from_dict({"test_stage": {"test_modifiers": modifiers}})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "a: [",
+        "- x",
+        "test_stage: 1",
+        "test_stage: {}",
+        "test_stage: {x: 1}",
+        "x: !!python/name:os.system ''",
+    ],
+)
+def test_what_is_no_recipe_is_refused(source):
+    with pytest.raises(ConfigError):
+        Recipe.from_yaml(source)
+
+
+def test_an_error_in_a_file_names_it(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("test_modifiers: {Wonda: {}}")
+    with pytest.raises(ConfigError, match=r"bad.yaml.*Wanda"):
+        Recipe.load(path)
+
+
+def test_yaml_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingDependencyError, match="transformers"):
+        Recipe.from_yaml("")

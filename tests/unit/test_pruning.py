@@ -1,0 +1,333 @@
+"""Which weights go: as many as asked for, where they may, and with the least harm."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from slimtensors.errors import ConfigError, MismatchError, StatusError
+from slimtensors.pruning import (
+    Blocks,
+    Groups,
+    Magnitude,
+    Rows,
+    SparseGPT,
+    Unstructured,
+    Wanda,
+    Wanted,
+    by_outliers,
+    find_layers,
+    parse_structure,
+    per_block,
+    per_target,
+    prune_model,
+    sparsegpt,
+)
+from slimtensors.pruning.layer import prune_layer
+from slimtensors.quantization import QuantizationConfig, apply_quantization_config, quantize_model
+from slimtensors.quantization.algorithms import Hessian, output_error
+from slimtensors.quantization.algorithms.layers import layers_of
+
+METHODS = [Magnitude(), Wanda(), SparseGPT(block_size=16)]
+STRUCTURES = ["unstructured", "1:4", "2:4", "4:8", "8:16", "rows", "4x4", "8x1"]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seen_by(columns, seed=1):
+    inputs = random(256, columns, seed=seed)
+    inputs = inputs + inputs[:, :8] @ random(8, columns, seed=seed + 1)
+    hessian = Hessian(columns)
+    hessian.add(inputs * random(columns, seed=seed + 2).exp())
+    return hessian
+
+
+def prune(method, weight, hessian, share, structure="unstructured", **more):
+    structure = parse_structure(structure)
+    wanted = Wanted(share if structure.share is None else structure.share, structure, **more)
+    return method.prune(weight, hessian, wanted, tell=lambda text: None)
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+
+def batches(count=3):
+    return [{"input_ids": torch.randint(64, (2, 10))} for _ in range(count)]
+
+
+def sparsity(layer):
+    return float((layer.matrix == 0).float().mean())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_many_weights_go_as_asked_for_and_where_they_may(method, structure, dtype):
+    weight = random(32, 64).to(dtype)
+    pruned = prune(method, weight, seen_by(64).mean(), 0.75, structure)
+    assert pruned.dtype == dtype
+    want = parse_structure(structure)
+    share = 0.75 if want.share is None else want.share
+    assert int((pruned == 0).sum()) == round(share * weight.numel())
+    if isinstance(want, Groups):
+        assert ((pruned.view(-1, want.size) != 0).sum(1) == want.kept).all()
+    if isinstance(want, Rows):
+        assert int(pruned.any(1).sum()) == 8
+    if isinstance(want, Blocks):
+        blocks = (pruned != 0).view(32 // want.height, want.height, 64 // want.width, want.width)
+        assert (blocks.sum((1, 3)) % (want.height * want.width) == 0).all()
+
+
+@given(share=st.floats(0, 0.99), rows=st.integers(1, 9), columns=st.integers(1, 40))
+def test_any_share_of_any_shape_is_met(share, rows, columns):
+    weight = random(rows, columns)
+    zeros = Unstructured().zeros(weight.abs(), share)
+    assert int(zeros.sum()) == round(share * rows * columns)
+    if zeros.any() and not zeros.all():
+        assert weight.abs()[zeros].max() <= weight.abs()[~zeros].min()
+    by_row = Unstructured().zeros(weight.abs(), share, per_row=True)
+    assert by_row.sum(1).eq(round(share * columns)).all()
+
+
+def test_of_equal_weights_only_as_many_go_as_needed():
+    assert int(Unstructured().zeros(torch.ones(4, 10), 0.35).sum()) == 14
+    assert Unstructured().zeros(torch.ones(4, 10), 0.3, per_row=True).sum(1).tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("structure", ["unstructured", "2:4", "8:16", "4x4"])
+def test_looking_at_inputs_does_less_harm(structure):
+    weight, hessian = random(48, 64), seen_by(64).mean()
+    harm = [
+        output_error(weight - prune(method, weight, hessian, 0.5, structure), hessian)
+        for method in METHODS
+    ]
+    assert harm[2] < 0.7 * harm[1] < 0.5 * harm[0]
+
+
+def test_the_choice_of_sparsegpt_is_the_one_of_the_paper():
+    """Zeros and updates by the inverse Hessian, column by column, as first published."""
+    weight, hessian = random(8, 24), seen_by(24).mean()
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(24)
+    inverse = torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
+    slow = weight.double()
+    for begin in range(0, 24, 8):
+        scores = slow[:, begin : begin + 8] ** 2 / inverse.diagonal()[begin : begin + 8] ** 2
+        limit = scores.flatten().kthvalue(32).values
+        for j in range(begin, begin + 8):
+            error = torch.where(scores[:, j - begin] <= limit, slow[:, j], 0) / inverse[j, j]
+            slow[:, j:] -= error[:, None] * inverse[j, j:]
+            slow[scores[:, j - begin] <= limit, j] = 0
+    fast = sparsegpt(weight, hessian, 0.5, block_size=8)
+    assert torch.equal(fast == 0, slow == 0)
+    torch.testing.assert_close(fast, slow.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
+def test_zeros_that_are_there_stay(method):
+    weight = random(16, 32)
+    held = random(16, 32, seed=5) > 0.3
+    pruned = prune(method, weight.masked_fill(held, 0), seen_by(32).mean(), 0.5, held=held)
+    assert not pruned[held].any()
+    pruned = prune(method, weight.masked_fill(held, 0), seen_by(32).mean(), 0.5, "2:4", held=held)
+    assert not pruned[held].any()
+    assert ((pruned.view(-1, 4) != 0).sum(1) <= 2).all()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
+def test_a_model_is_pruned_in_place_and_told_how(method):
+    model = llama()
+    dense = copy.deepcopy(model)
+    layers = find_layers(model, ["Linear"], ["lm_head"])
+    told = []
+    reports = prune_model(
+        model,
+        dict.fromkeys(layers, 0.5),
+        method=method,
+        calibration=batches(),
+        progress=lambda *each: told.append(each[1:]),
+    )
+    assert [each.name for each in reports] == list(layers)
+    assert told == [(i, 21) for i in range(1, 22)]
+    assert all(sparsity(layer) == 0.5 for layer in layers.values())
+    assert torch.equal(model.lm_head.weight, dense.lm_head.weight)
+    if method.needs_inputs:
+        assert all(each.method == method.name and 0 < each.cosine < 1 for each in reports)
+        assert all(each.tokens == 60 and each.mse > 0 for each in reports)
+    if isinstance(method, SparseGPT):
+        assert all(each.error < each.nearest_error for each in reports)
+
+
+def test_experts_are_pruned_each_on_what_it_sees():
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)).eval()
+    layers = find_layers(model, ["re:.*experts"], [])
+    reports = prune_model(
+        model, dict.fromkeys(layers, 0.5), method=SparseGPT(), calibration=batches()
+    )
+    assert len(reports) == 6
+    assert all(x.eq(0).float().mean() == 0.5 for layer in layers.values() for x in layer.matrices)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W8A8", "MXFP4A16"])
+def test_a_quantized_model_stays_on_its_grid(method, scheme):
+    model = llama()
+    config = QuantizationConfig.preset(scheme, ignore=["lm_head"])
+    scheme = config.config_groups["group_0"]
+    if scheme.weights.group_size == 128:
+        scheme = scheme.to_dict()
+        scheme["weights"]["group_size"] = 16
+        config = QuantizationConfig({"group_0": scheme}, ignore=["lm_head"])
+    quantize_model(model, config, calibration=batches())
+    layers = find_layers(model, ["Linear"], ["lm_head"])
+    before = {name: copy.copy(layer.module.quantization.kept()) for name, layer in layers.items()}
+    prune_model(model, dict.fromkeys(layers, 0.5), method=method, calibration=batches())
+    for name, layer in layers.items():
+        state = layer.module.quantization
+        assert sparsity(layer) >= 0.5
+        assert torch.equal(state.dense_weight(layer.weight), layer.parameter), "codes are not new"
+        assert torch.equal(state.kept()["weight_scale"], before[name]["weight_scale"])
+
+
+def test_what_another_run_quantized_is_refused():
+    model = llama()
+    config = QuantizationConfig.preset("W8A8", ignore=["lm_head"])
+    config.quantization_status = "frozen"
+    apply_quantization_config(model, config)
+    with pytest.raises(StatusError, match="not by this run"):
+        prune_model(model, {"model.layers.0.mlp.up_proj": 0.5}, method=Magnitude())
+
+
+def test_a_run_goes_on_after_the_last_finished_layer(tmp_path):
+    data, dense = batches(), llama()
+    shares = dict.fromkeys(find_layers(dense, ["Linear"], ["lm_head"]), 0.6)
+    options = {"method": SparseGPT(), "calibration": data}
+    whole = copy.deepcopy(dense)
+    want = prune_model(whole, shares, **options)
+
+    class KilledError(Exception):
+        pass
+
+    def kill(report, done, of):
+        if done == 9:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        prune_model(copy.deepcopy(dense), shares, folder=tmp_path, progress=kill, **options)
+    for _ in range(2):  # from the middle, and from the end
+        again = copy.deepcopy(dense)
+        assert prune_model(again, shares, folder=tmp_path, **options) == want
+        assert all(
+            torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+        )
+    with pytest.raises(MismatchError, match="another config"):
+        prune_model(dense, shares, folder=tmp_path, method=Wanda(), calibration=data)
+
+
+def test_a_hessian_that_tells_nothing_is_fallen_back_from():
+    model = llama()
+    name = "model.layers.0.mlp.up_proj"
+    layer = layers_of(model)[name]
+    bad = Hessian(32)
+    bad.add(random(4, 32))
+    bad._sum = 2 * torch.eye(32) - torch.ones(32, 32)
+    _, report = prune_layer(layer, SparseGPT(), {(name, 0): bad}, 0.5, Unstructured())
+    assert report.method == "wanda"
+    assert "pruned by wanda" in report.notes[-1]
+    weight, report = prune_layer(layer, SparseGPT(), {}, 0.5, Unstructured())
+    assert report.method == "magnitude"
+    assert "by magnitude" in report.notes[0]
+    assert torch.equal(weight == 0, Unstructured().zeros(layer.matrix.abs(), 0.5))
+
+
+def test_layers_outside_of_the_blocks_go_by_magnitude():
+    model = llama()
+    (report,) = prune_model(model, {"lm_head": 0.5}, method=Wanda(), calibration=batches())
+    assert report.method == "magnitude"
+    assert "outside" in report.notes[0]
+
+
+def test_targets_are_layers_modules_classes_weights_or_patterns():
+    model = llama()
+    every = find_layers(model, ["Linear"], [])
+    assert len(every) == 22
+    assert find_layers(model, ["model.layers.1"], []).keys() == {
+        name for name in every if name.startswith("model.layers.1.")
+    }
+    assert len(find_layers(model, ["LlamaMLP"], ["re:.*down_proj"])) == 6
+    assert list(find_layers(model, ["model.layers.0.mlp.up_proj.weight"], [])) == [
+        "model.layers.0.mlp.up_proj"
+    ]
+    assert len(find_layers(model, ["re:.*q_proj.weight$"], [])) == 3
+    with pytest.raises(ConfigError, match=r"'re:\.\*nothing' fits no layer"):
+        find_layers(model, ["Linear", "re:.*nothing"], [])
+    with pytest.raises(ConfigError, match="are ignored"):
+        find_layers(model, ["lm_head"], ["lm_head"])
+    tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    with pytest.raises(ConfigError, match="lm_head: shares its weight"):
+        find_layers(tied, ["Linear"], [])
+
+
+def test_shares_may_differ_by_block_and_by_target():
+    model = llama()
+    layers = find_layers(model, ["Linear"], ["lm_head"])
+    assert {per_block(model, layers, [0.1, 0.2, 0.3])[name] for name in layers} == {0.1, 0.2, 0.3}
+    shares = per_target(layers, {"Linear": 0.5, "re:.*mlp": 0.7, "model.layers.0.mlp.up_proj": 0})
+    assert shares["model.layers.0.self_attn.q_proj"] == 0.5
+    assert shares["model.layers.1.mlp.up_proj"] == 0.7
+    assert shares["model.layers.0.mlp.up_proj"] == 0
+    with pytest.raises(ConfigError, match="2 sparsities for 3 blocks"):
+        per_block(model, layers, [0.1, 0.2])
+    with pytest.raises(ConfigError, match="lm_head: lies in no block"):
+        per_block(model, find_layers(model, ["Linear"], []), [0.1, 0.2, 0.3])
+    with pytest.raises(ConfigError, match="no sparsity is given"):
+        per_target(layers, {"re:.*mlp": 0.7})
+    with pytest.raises(ConfigError, match="both give it"):
+        per_target(layers, {"Linear": 0.5, "re:.*mlp": 0.7, "re:.*up_proj": 0.6})
+    with pytest.raises(ConfigError, match=r"'re:\.\*mlb': fits no layer"):
+        per_target(layers, {"Linear": 0.5, "re:.*mlb": 0.7})
+
+
+def test_blocks_with_outliers_keep_more():
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers[1].modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight[:, :3] *= 30
+    layers = find_layers(model, ["Linear"], ["lm_head"])
+    shares = by_outliers(model, layers, 0.6, batches=batches(), times=5, limit=0.08)
+    blocks = [shares[f"model.layers.{i}.mlp.up_proj"] for i in range(3)]
+    assert blocks[1] < 0.6 < min(blocks[0], blocks[2])
+    assert sum(blocks) / 3 == pytest.approx(0.6)
+    assert max(blocks) - min(blocks) == pytest.approx(0.16)
+
+
+def test_what_cannot_be_pruned_is_refused():
+    with pytest.raises(ConfigError, match="whole groups"):
+        sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Groups(2, 4))
+    with pytest.raises(ConfigError, match="not made of blocks"):
+        sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Blocks(3, 3))
+    with pytest.raises(ConfigError, match="a Hessian of"):
+        sparsegpt(random(4, 6), torch.eye(5), 0.5)
+    model = llama()
+    with pytest.raises(ConfigError, match="needs calibration data"):
+        prune_model(model, {"lm_head": 0.5}, method=Wanda())
+    model.lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="lm_head: NaN"):
+        prune_model(model, {"lm_head": 0.5}, method=Magnitude())
