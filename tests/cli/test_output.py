@@ -54,7 +54,7 @@ def test_every_schema_is_strict():
                 pending += at.values()
             elif isinstance(at, list):
                 pending += at
-    known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair"}
+    known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair", "report"}
     assert {path.stem for path in SCHEMAS.glob("*.json")} == known
 
 
