@@ -245,11 +245,3 @@ def test_the_version_is_told(capsys):
         main(["--version"])
     assert done.value.code == 0
     assert capsys.readouterr().out.strip() == slimtensors.__version__
-
-
-@pytest.mark.slow
-def test_the_demo_stores_every_format_and_gets_the_same_bits(tmp_path, capsys):
-    assert run("demo", "-o", tmp_path / "demo") == 0
-    out = capsys.readouterr().out
-    assert out.count("same bits") == 9
-    assert len(list((tmp_path / "demo").glob("*.safetensors"))) == 9

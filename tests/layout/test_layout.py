@@ -24,7 +24,7 @@ LAYERS = [
     *["archive", "residual"],
     *["delta", "formats", "folder", "delta_folder", "model", "compressor", "quantized_folder"],
     *["checkpoint", "torchao", "integrations", "transformers"],
-    *["report", "cli"],
+    *["report", "demo", "cli"],
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
 
