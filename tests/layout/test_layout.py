@@ -25,7 +25,7 @@ LAYERS = [
     *["beside", "making", "delta", "formats", "folder", "delta_folder", "model", "compressor"],
     "quantized_folder",
     *["recipe", "checkpoint", "distributed", "torchao", "integrations", "transformers"],
-    "cli",
+    *["report", "demo", "cli"],
 ]
 """From the lowest to the highest; a module imports only what stands before it here."""
 

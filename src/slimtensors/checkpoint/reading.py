@@ -12,6 +12,7 @@ from slimtensors.checkpoint.entries import (
     NEEDS_BASE,
     NEEDS_SIBLING,
     SAME,
+    WHOLE,
     Entry,
     decoded,
 )
@@ -50,6 +51,10 @@ class StoredState:
     def spec(self, name: str) -> Spec:
         """Return dtype and shape of a tensor."""
         return self._entries[name].like if self._entries else self._archive.spec(name)
+
+    def kind(self, name: str) -> str:
+        """Return in which way a tensor is stored, as its entry calls it."""
+        return self._entries[name].kind if self._entries else WHOLE
 
     def load(self, name: str, each: Each, siblings: dict[str, Tensor] | None = None) -> Tensor:
         """Read and decode a tensor; `siblings` are others of this checkpoint that were read."""

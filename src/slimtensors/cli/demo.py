@@ -1,31 +1,24 @@
-"""`slimtensors demo`: prune a model, store it in every format, show what it costs."""
+"""`slimtensors demo`: train a small model, or take yours, and store it in every way."""
 
 import argparse
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from tqdm import tqdm
 
-from slimtensors.archive import load, save
 from slimtensors.cli import console
-from slimtensors.formats import save_compressed
-from slimtensors.spec import as_bytes
-from slimtensors.summary import human
+from slimtensors.demo.checkpoints import Chain
+from slimtensors.demo.run import Options, Outcome, Watch, demonstrate
+from slimtensors.demo.subject import needed
+from slimtensors.errors import ConfigError
+from slimtensors.report import Variant
+from slimtensors.summary import counted, human
 
-_FORMATS: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
-    "dense": save_file,
-    "slim": save,
-    "compressed-tensors": save_compressed,
-}
-_PRUNED: dict[str, Callable[[Tensor], Tensor]] = {
-    "half": lambda x: _prune(x, 0.5),
-    "2of4": lambda x: _two_of_four(x),
-    "94%": lambda x: _prune(x, 0.94),
-}
-_HEAD = ("model", "format", "size", "smaller", "bits/weight", "save", "load", "back")
+_HEAD = ("stored as", "size", "smaller", "bits/weight", "perplexity", "save", "load", "back")
+_STEPS, _QUICK_STEPS = 600, 8
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -33,67 +26,105 @@ def add_to(verbs: "console.Verbs") -> None:
     verb = console.new_verb(
         verbs,
         "demo",
-        "prune a small model, store it in every format, show the sizes",
-        "slimtensors demo -o demo-output",
+        "train a small model, or take yours, store it in every way, show what that costs",
+        "slimtensors demo -o demo-output\n  slimtensors demo --model my-model -o my-model-demo",
     )
     verb.add_argument("-o", "--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
+    verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
+    verb.add_argument("--model", type=Path, metavar="FOLDER", help="a model, instead of a new one")
+    verb.add_argument("--steps", type=int, metavar="N", help=f"train so many (default: {_STEPS})")
+    verb.add_argument("--quick", action="store_true", help="a smaller model, hardly trained")
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True)
-    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).bfloat16()
-    rows = []
-    for pruned, prune in _PRUNED.items():
-        tensors = {name: prune(x.detach()) for name, x in model.state_dict().items()}
-        for form, write in _FORMATS.items():
-            path = options.output / f"{pruned}-{form}.safetensors"
-            begin = time.perf_counter()
-            write(tensors, path)
-            middle = time.perf_counter()
-            back = load(path)
-            end = time.perf_counter()
-            dense = sum(x.nbytes for x in tensors.values())
-            items = sum(x.numel() for x in tensors.values())
-            size = path.stat().st_size
-            rows.append(
-                (
-                    f"{pruned} zeros",
-                    form,
-                    human(size),
-                    f"{dense / size:.2f}x",
-                    f"{8 * size / items:.2f}",
-                    f"{1000 * (middle - begin):.0f} ms",
-                    f"{1000 * (end - middle):.0f} ms",
-                    "same bits" if _same(tensors, back) else "DIFFERENT",
-                )
-            )
-    print(console.table(_HEAD, rows, left=2))
-    print(f"\nThe files are in {options.output}; look at one with: slimtensors inspect FILE")
-    return 0 if all(row[-1] == "same bits" for row in rows) else 1
+    """Print the table, a sentence of two models, and where the page is."""
+    console.refuse_existing(str(options.output), force=options.force)
+    steps = options.steps or (_QUICK_STEPS if options.quick else _STEPS)
+    if steps < 2 or (options.steps is not None and options.model is not None):
+        raise ConfigError("--steps goes without --model, and is at least 2")
+    chosen = Options(options.output, options.model, steps, options.quick, options.force)
+    with _quiet(), _bars() as watch:
+        outcome = demonstrate(chosen, watch)
+    print(_table(outcome))
+    for name, why in outcome.skipped.items():
+        print(f"{name}: left out: {why}")
+    for name, sentence in outcome.sentences.items():
+        print(f"\n{name} writes: {sentence}")
+    print(f"\nLook at {options.output / 'report.html'} in a browser; the models are beside it.")
+    is_exact = all(v.is_exact for v in outcome.report.variants if v.name in ("dense", "lossless"))
+    return 0 if is_exact and (outcome.chain is None or outcome.chain.is_exact) else 1
 
 
-def _prune(x: Tensor, fraction: float) -> Tensor:
-    """Zero the smallest weights of a matrix."""
-    if x.dim() < 2:
-        return x
-    limit = x.abs().float().flatten().kthvalue(int(fraction * x.numel())).values
-    return torch.where(x.abs().float() > limit, x, torch.zeros_like(x))
+def _table(outcome: Outcome) -> str:
+    rows = [_row(variant) for variant in outcome.report.variants]
+    if outcome.chain is not None:
+        rows.append(_chain_row(outcome.chain))
+    return console.table(_HEAD, rows, left=1)
 
 
-def _two_of_four(x: Tensor) -> Tensor:
-    """Zero the two smallest of every four weights of a matrix."""
-    if x.dim() < 2:
-        return x
-    groups = x.view(-1, 4)
-    smallest = groups.abs().float().argsort(dim=1)[:, :2]
-    return groups.scatter(1, smallest, 0).view_as(x)
-
-
-def _same(tensors: dict[str, Tensor], back: dict[str, Tensor]) -> bool:
-    return tensors.keys() == back.keys() and all(
-        torch.equal(as_bytes(x), as_bytes(back[name])) for name, x in tensors.items()
+def _row(variant: Variant) -> tuple[str, ...]:
+    seen = variant.measured
+    back = "same bits" if variant.is_exact else f"error {variant.error:.2%}"
+    return (
+        variant.name,
+        human(variant.stored_bytes),
+        f"{variant.dense_bytes / variant.stored_bytes:.2f}x",
+        f"{8 * variant.stored_bytes / variant.items:.2f}",
+        f"{seen['perplexity']:.3f}" if "perplexity" in seen else "-",
+        _time(seen["save_seconds"]),
+        _time(seen["load_seconds"]),
+        back,
     )
+
+
+def _chain_row(chain: Chain) -> tuple[str, ...]:
+    return (
+        counted(len(chain.links), "checkpoint"),
+        human(chain.bytes),
+        f"{chain.dense_bytes / chain.bytes:.2f}x",
+        "-",
+        "-",
+        _time(chain.save_seconds),
+        _time(chain.load_seconds),
+        "same bits" if chain.is_exact else "DIFFERENT",
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+@contextmanager
+def _bars() -> Iterator[Watch]:
+    """Show one bar for training and one for storing, if somebody is looking."""
+    with _bar("train", "step") as training, _bar("store", "way") as storing:
+
+        def on_step(step: int, steps: int, loss: float) -> None:
+            training.total, training.n = steps, step
+            training.set_postfix(loss=f"{loss:.3f}")
+
+        def on_variant(name: str, number: int, count: int) -> None:
+            storing.total, storing.n = count, number
+            storing.set_description(f"store {name}")
+
+        yield Watch(on_step, on_variant)
+
+
+def _bar(what: str, unit: str) -> "tqdm[NoReturn]":
+    return tqdm(desc=what, unit=unit, file=sys.stderr, disable=not sys.stderr.isatty(), leave=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from talking in between, and leave it as it was."""
+    logging = needed().utils.logging
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -11,6 +11,7 @@ from slimtensors.cli import console
 from slimtensors.cli.card import card
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching
+from slimtensors.report import Report, collect, collect_run, is_report, read_report, write_page
 from slimtensors.spec import Json
 from slimtensors.summary import Stored, Summary, human
 
@@ -37,11 +38,20 @@ def add_to(verbs: "console.Verbs") -> None:
     form = verb.add_mutually_exclusive_group()
     console.add_json(form)
     form.add_argument("--markdown", action="store_true", help="print a block for a model card")
+    form.add_argument("--html", metavar="FILE", help="write a page to look at; reads everything")
+    verb.add_argument(
+        "--against", metavar="OTHER", help="the original, to measure errors for --html"
+    )
+    verb.add_argument("-f", "--force", action="store_true", help="replace the page that is there")
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table, or write the page."""
+    if options.html is not None:
+        return _page(options)
+    if options.against is not None or options.force:
+        raise ConfigError("--against and --force go with --html")
     if is_run(options.source):
         return _run_folder(options)
     keep = matching(options.only, options.skip)
@@ -58,6 +68,36 @@ def run(options: argparse.Namespace) -> int:
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
     print(card(summary, listing, read_config(options.source)) if options.markdown else listing)
     return 0
+
+
+def _page(options: argparse.Namespace) -> int:
+    """Write all there is to see to one file."""
+    console.refuse_existing(options.html, force=options.force)
+    is_whole = is_run(options.source) or is_report(options.source)
+    if is_whole and (options.only or options.skip or options.against):
+        raise ConfigError(f"{options.source}: is shown as a whole, without --only or --against")
+    if is_report(options.source):
+        write_page(read_report(options.source), options.html)
+    elif is_run(options.source):
+        write_page(collect_run(options.source, threads=options.threads), options.html)
+    else:
+        write_page(_collected(options), options.html)
+    print(f"{options.html}: open it in a browser")
+    return 0
+
+
+def _collected(options: argparse.Namespace) -> Report:
+    with Archive(state_file(options.source)) as archive:
+        check_globs(archive, options.only + options.skip)
+        stored = sum(map(archive.stored_bytes, archive))
+    with console.progress(2 * stored, "inspect") as bar:
+        return collect(
+            options.source,
+            against=options.against,
+            keep=matching(options.only, options.skip),
+            threads=options.threads,
+            progress=bar,
+        )
 
 
 def _bounds(archive: Archive, threads: int | None) -> Summary:

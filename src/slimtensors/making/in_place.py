@@ -12,10 +12,10 @@ from slimtensors.errors import ConfigError
 
 
 @contextmanager
-def new_folder(path: StrPath, *, replace: bool) -> Iterator[Path]:
+def new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path]:
     """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
     target = Path(os.path.realpath(local(path)))
-    check_replaceable(target, (), replace=replace)
+    check_replaceable(target, sources, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.slimtensors-tmp")
     folder.mkdir()

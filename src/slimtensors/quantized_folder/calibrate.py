@@ -1,20 +1,21 @@
 """Quantize a model folder with data: the model is built by transformers, and run on a text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from slimtensors.archive import save
+from slimtensors.archive import Archive, save
 from slimtensors.compressor import ModelCompressor
 from slimtensors.container import SINGLE, StrPath, place
 from slimtensors.errors import ConfigError, MissingDependencyError
 from slimtensors.folder import without_any_section
 from slimtensors.making import remake
-from slimtensors.quantization import QuantizationConfig, quantize_model
-from slimtensors.quantized_folder.rewrite import Rewrite
+from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
+from slimtensors.quantized_folder.rewrite import Rewrite, main_dtype
 from slimtensors.spec import Json
 from slimtensors.summary import Summary
 
@@ -55,20 +56,28 @@ def calibrate_folder(
     calibration: Calibration,
     *,
     method: str = "gptq",
+    dtype: torch.dtype | None = None,
     work: StrPath | None = None,
     how: Rewrite | None = None,
 ) -> Summary:
     """Quantize a model folder layer by layer on a text, in the dialect `compressed-tensors`.
 
-    The model is in memory as a whole. In the folder `work`, finished layers are kept: a run that
-    was killed goes on from there.
+    The model is in memory as a whole, and runs in `dtype` if that is given; what is written is in
+    its own dtype. In the folder `work`, finished layers are kept: a run that was killed goes on
+    from there.
     """
     how = how or Rewrite()
-    model, tokenizer = _built(source)
+    model, tokenizer = _built(source, dtype)
+    if dtype is not None:
+        with Archive(source, storage_options=how.storage_options) as archive:
+            own = main_dtype(archive)
+        config = _with_scales_in(config, own)
     batches = calibration.batches(tokenizer)
     quantize_model(model, config, calibration=batches, method=method, folder=work)
     compressor = ModelCompressor(quantization_config=config)
     state = compressor.compress(model)
+    if dtype is not None:
+        state = {name: x.to(own) if x.dtype is dtype else x for name, x in state.items()}
 
     def put(folder: Path) -> Summary:
         return save(
@@ -88,7 +97,19 @@ def calibrate_folder(
     return remake(where, target, put, edit, sources=[source], replace=how.replace)
 
 
-def _built(source: StrPath) -> tuple[Any, Any]:
+def _with_scales_in(config: QuantizationConfig, dtype: torch.dtype) -> QuantizationConfig:
+    """Return a config whose scales are those that `dtype` can hold, where it says nothing else."""
+
+    def scheme(old: QuantizationScheme) -> QuantizationScheme:
+        if old.weights is None or old.weights.scale_dtype is not None:
+            return old
+        return replace(old, weights=replace(old.weights, scale_dtype=dtype))
+
+    groups = {name: scheme(group) for name, group in config.config_groups.items()}
+    return replace(config, config_groups=groups)
+
+
+def _built(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Return the model and its tokenizer; the class of the model is the one that saved it."""
     try:
         import transformers
@@ -99,7 +120,7 @@ def _built(source: StrPath) -> tuple[Any, Any]:
     kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
     if kind is None:
         raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
-    model: nn.Module = kind.from_pretrained(source, dtype="auto").eval()
+    model: nn.Module = kind.from_pretrained(source, dtype=dtype or "auto").eval()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
