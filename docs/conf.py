@@ -16,6 +16,7 @@ copyright = "the slimtensors authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
+smartquotes = False  # they would make dashes of --options
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

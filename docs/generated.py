@@ -22,7 +22,8 @@ def _verb(name: str, verb: argparse.ArgumentParser) -> str:
     lines = [f"## {name}", "", verb.description or "", "", "```text"]
     lines += [line.strip() for line in examples.splitlines()]
     lines += ["```", "", "| | |", "|---|---|"]
-    lines += [f"| `{_name(action)}` | {_cell(action.help or '')} |" for action in verb._actions]
+    actions = [action for action in verb._actions if action.dest != "help"]
+    lines += [f"| `{_name(action)}` | {_cell(action.help or '')} |" for action in actions]
     return "\n".join(lines)
 
 
