@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -17,7 +17,11 @@ lint: $(VENV)/developing
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-bench: $(VENV)/developing
+docs: $(VENV)/developing
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+bench:
 	bash benchmarks/run.sh
 
 # The compiler is the one thing that pip cannot bring; where we may, we install it.
@@ -38,4 +42,4 @@ $(VENV)/developing: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench benchmarks/results build dist demo-output
+	rm -rf $(VENV) .venv-bench .venv-bench-peers benchmarks/results build dist demo-output docs/_build

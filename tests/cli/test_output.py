@@ -54,7 +54,8 @@ def test_every_schema_is_strict():
                 pending += at.values()
             elif isinstance(at, list):
                 pending += at
-    known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair", "report"}
+    known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair", "env"}
+    known |= {"report", "recipe-report"}
     assert {path.stem for path in SCHEMAS.glob("*.json")} == known
 
 
@@ -237,7 +238,7 @@ def test_help_is_there_for_every_verb(verb, capsys):
         main([verb, "--help"] if verb else ["--help"])
     assert done.value.code == 0
     out = capsys.readouterr().out
-    assert ("example:" if verb else "Exit codes:") in out
+    assert ("examples:" if verb else "Exit codes:") in out
 
 
 def test_the_version_is_told(capsys):

@@ -115,6 +115,27 @@ def test_130_is_an_interruption_and_nothing_is_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
 
 
+INTERRUPTED = """
+import signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+from slimtensors_command import main
+sys.exit(main())
+"""
+
+
+def test_130_is_an_interruption_while_torch_is_imported(source):
+    command = [sys.executable, "-c", INTERRUPTED, "inspect", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (done.returncode, done.stdout, done.stderr)
+    assert said == (130, "", "slimtensors: interrupted\n")
+
+
 def wait_for(condition, process):
     for _ in range(2000):
         if condition():

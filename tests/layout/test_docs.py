@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import slimtensors
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "<!-- not run -->"
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page):
@@ -65,3 +67,27 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target and not target.startswith("mailto:"):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+@pytest.mark.slow
+def test_the_documentation_is_made_without_a_warning_and_holds_every_public_name(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
+    command += [ROOT / "docs", tmp_path / "html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    made = {page.stem: page.read_text() for page in (tmp_path / "html").glob("*.html")}
+    assert {page.stem for page in PAGES} - {"README"} <= made.keys()
+    for name in slimtensors.__all__:
+        assert f'id="slimtensors.{name}"' in made["api"], name
+    for verb in ("compress", "env", "completion"):
+        assert f'<section id="{verb}">' in made["cli"], verb
+    for schema in (ROOT / "docs" / "schemas").glob("*.json"):
+        assert f'<section id="{schema.stem}">' in made["schemas"], schema
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    tables = [
+        re.search("<!-- results -->.*<!-- end of results -->", page.read_text(), re.DOTALL)
+        for page in (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
+    ]
+    assert tables[0].group() == tables[1].group()

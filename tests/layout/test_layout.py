@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -86,12 +87,42 @@ def test_every_module_has_a_layer():
     assert tops | {"_core"} == set(LAYERS)
 
 
-def test_the_public_names_are_those_that_are_listed():
-    modules = {path.stem for path in ROOT.iterdir() if path.stem != "__init__"}
-    found = {name for name in vars(slimtensors) if not name.startswith("_")} - modules
-    assert found - {"version"} == set(slimtensors.__all__)
-    assert sorted(slimtensors.__all__) == slimtensors.__all__
-    assert slimtensors.__version__
+PUBLIC = [
+    "slimtensors",
+    *(f"slimtensors.{name}" for name in ("checkpoint", "codecs", "quantization", "tensors")),
+    *(
+        f"slimtensors.{name}"
+        for name in ("quantization.algorithms", "quantized_folder", "sparsity")
+    ),
+    *(f"slimtensors.{name}" for name in ("transformers", "transformers.compression")),
+]
+"""The packages from which users import, beside modules that are all their own."""
+
+
+def offered(module):
+    """The names that a package gathers from its modules, and those that it gives on demand."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    found = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("slimtensors")
+        for alias in node.names
+    }
+    return found | set(getattr(module, "_ON_DEMAND", ()))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_names_are_those_that_are_listed(name):
+    module = import_module(name)
+    assert set(module.__all__) == offered(module)
+    for offer in module.__all__:
+        assert hasattr(module, offer), f"{name}.{offer}"
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+def test_the_package_knows_its_version():
+    assert slimtensors.__version__ == version("slimtensors")
 
 
 def loaded_by(code):

@@ -8,11 +8,13 @@ import slimtensors
 from slimtensors.cli import (
     bench,
     codecs,
+    completion,
     compress,
     convert,
     decompress,
     demo,
     diff,
+    env,
     inspect,
     repair,
     restore,
@@ -32,6 +34,8 @@ VERBS = (
     bench,
     codecs,
     demo,
+    env,
+    completion,
 )
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130

@@ -45,6 +45,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "bench",
         "compare our presets with other compressors on your tensors",
         "slimtensors bench my-model --limit 1GB",
+        "slimtensors bench my-model --threads 2 --repeats 5 --json",
     )
     console.add_source(verb)
     verb.add_argument("--limit", default="256MB", metavar="SIZE", help="use no more than so much")

@@ -19,6 +19,10 @@ def add_to(verbs: "console.Verbs") -> None:
         "compress",
         "compress a safetensors file or a model folder",
         "slimtensors compress my-model -o my-model-slim",
+        "slimtensors compress my-model --dry-run --preset extreme",
+        "slimtensors compress my-model --quantize W4A16 --ignore lm_head -o my-model-w4a16",
+        "slimtensors compress my-model --quantize W4A16 --method gptq --calibration text.txt -o w4",
+        "slimtensors compress s3://bucket/model.safetensors --skip '*.bias' -o small.safetensors",
     )
     console.add_source(verb)
     console.add_target(verb, required=False)

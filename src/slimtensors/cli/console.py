@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def new_verb(verbs: "Verbs", name: str, help: str, example: str) -> argparse.ArgumentParser:
-    """Add a verb, with an example under its help."""
+def new_verb(verbs: "Verbs", name: str, help: str, *examples: str) -> argparse.ArgumentParser:
+    """Add a verb, with examples under its help."""
     return verbs.add_parser(
         name,
         help=help,
         description=help[0].upper() + help[1:] + ".",
-        epilog=f"example:\n  {example}",
+        epilog="\n  ".join(["examples:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -15,6 +15,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "convert",
         "write a model folder in another dialect, or with dense weights",
         "slimtensors convert my-model-w4a16 --to dense -o my-model-dense",
+        "slimtensors convert my-model-w4a16 --to slim --max-shard-size 2GB -o my-model-small",
     )
     console.add_source(verb)
     console.add_target(verb)

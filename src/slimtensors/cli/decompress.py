@@ -15,6 +15,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "decompress",
         "write plain safetensors again, bit for bit",
         "slimtensors decompress my-model-slim -o my-model",
+        "slimtensors decompress small.safetensors --only 'encoder.*' -o encoder.safetensors",
     )
     console.add_source(verb)
     console.add_target(verb)

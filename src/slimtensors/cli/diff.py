@@ -18,6 +18,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "diff",
         "store a model as its exact difference from a base",
         "slimtensors diff my-finetune --base my-model -o my-finetune-delta",
+        "slimtensors diff my-finetune --base s3://bucket/my-model -o my-finetune-delta",
     )
     console.add_source(verb)
     verb.add_argument("--base", required=True, help="the model to differ from")

@@ -17,6 +17,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "verify",
         "read everything and check every checksum",
         "slimtensors verify my-model-slim --against my-model",
+        "slimtensors verify my-run --json",
     )
     console.add_source(verb)
     verb.add_argument(

@@ -1,15 +1,9 @@
 """Quantization: weights and activations as small integers or floats."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from slimtensors.quantization.affine import Params
-from slimtensors.quantization.algorithms import quantize_model
-from slimtensors.quantization.apply import (
-    apply_quantization_config,
-    compress_quantized_weights,
-    decompress_quantized_weights,
-    freeze_module_quantization,
-)
 from slimtensors.quantization.args import (
     ActivationOrdering,
     QuantizationArgs,
@@ -19,7 +13,16 @@ from slimtensors.quantization.args import (
 from slimtensors.quantization.codec import Quantized
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Report
+
+if TYPE_CHECKING:
+    from slimtensors.quantization.algorithms import quantize_model
+    from slimtensors.quantization.apply import (
+        apply_quantization_config,
+        compress_quantized_weights,
+        decompress_quantized_weights,
+        freeze_module_quantization,
+    )
+    from slimtensors.quantization.state import Report
 
 __all__ = [
     "ActivationOrdering",
@@ -33,31 +36,49 @@ __all__ = [
     "Quantized",
     "Report",
     "apply_quantization_config",
-    "compress_quantized_weights",
-    "decompress_quantized_weights",
-    "freeze_module_quantization",
-    "quantize_model",
-]
-
-_OF_TENSORS = (
     "coded_weight",
+    "compress_quantized_weights",
     "decode_ahead",
+    "decompress_quantized_weights",
     "dequantize_",
     "float8_weight_only",
+    "freeze_module_quantization",
     "get_model_size_in_bytes",
     "int4_weight_only",
     "int8_dynamic_activation_int8_weight",
     "int8_weight_only",
     "quantize_",
+    "quantize_model",
     "sparse_int8_weight",
     "sparse_weight",
-)
+]
+
+_TENSORS = "slimtensors.tensors"
+_APPLY = "slimtensors.quantization.apply"
+_ON_DEMAND = {
+    "Report": "slimtensors.quantization.state",
+    "apply_quantization_config": _APPLY,
+    "coded_weight": _TENSORS,
+    "compress_quantized_weights": _APPLY,
+    "decode_ahead": _TENSORS,
+    "decompress_quantized_weights": _APPLY,
+    "dequantize_": _TENSORS,
+    "float8_weight_only": _TENSORS,
+    "freeze_module_quantization": _APPLY,
+    "get_model_size_in_bytes": _TENSORS,
+    "int4_weight_only": _TENSORS,
+    "int8_dynamic_activation_int8_weight": _TENSORS,
+    "int8_weight_only": _TENSORS,
+    "quantize_": _TENSORS,
+    "quantize_model": "slimtensors.quantization.algorithms",
+    "sparse_int8_weight": _TENSORS,
+    "sparse_weight": _TENSORS,
+}
+"""What is built upon what is here, or not needed to read files, and where it is."""
 
 
 def __getattr__(name: str) -> Any:
-    """Offer what users look for here, although it is built upon what is here."""
-    if name not in _OF_TENSORS:
+    """Import it when somebody asks for it."""
+    if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from slimtensors import tensors
-
-    return getattr(tensors, name)
+    return getattr(import_module(_ON_DEMAND[name]), name)

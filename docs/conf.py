@@ -1,0 +1,43 @@
+"""How Sphinx makes the documentation: `make docs`."""
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from generated import FILLED
+
+project = "slimtensors"
+release = metadata.version("slimtensors")
+copyright = "the slimtensors authors"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+smartquotes = False  # they would make dashes of --options
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"slimtensors {release}"
+html_copy_source = False
+
+default_role = "code"  # docstrings write `names` as Markdown does
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_inherit_docstrings = False
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+
+
+def setup(app: Sphinx) -> None:
+    """Fill in what is made from the source."""
+    app.connect("source-read", _fill)
+
+
+def _fill(app: Sphinx, page: str, source: list[str]) -> None:
+    if page in FILLED:
+        assert "<!-- filled in -->" in source[0], page
+        source[0] = source[0].replace("<!-- filled in -->", FILLED[page]())

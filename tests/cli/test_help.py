@@ -1,0 +1,96 @@
+"""Help, completion and the report on the machine: what the command line tells about itself."""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+import slimtensors
+from slimtensors import presets
+from slimtensors.cli import main, parser
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
+
+
+def verbs():
+    (found,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return found.choices
+
+
+def script(shell, capsys):
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", verbs())
+def test_every_example_in_the_help_of_a_verb_is_a_command(name):
+    title, *examples = verbs()[name].epilog.splitlines()
+    assert title == "examples:"
+    for example in examples:
+        words = shlex.split(example.partition(" > ")[0], comments=True)
+        assert words[:2] == ["slimtensors", name]
+        parser().parse_args(words[1:])
+
+
+def completed(text, line):
+    """What bash offers for the last word of `line`."""
+    words = line.split(" ")
+    quoted = " ".join(map(shlex.quote, words))
+    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _slimtensors; "
+    command = f'{text}\n{asked}printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_bash_completes_verbs_options_and_values(capsys):
+    text = script("bash", capsys)
+    assert set(verbs()) < set(completed(text, "slimtensors "))
+    assert completed(text, "slimtensors dec") == ["decompress"]
+    assert completed(text, "slimtensors verify --a") == ["--against"]
+    assert completed(text, "slimtensors compress x --preset ") == list(presets.PRESETS)
+    assert completed(text, "slimtensors compress x --quantize W4A16_") == ["W4A16_ASYM"]
+    assert completed(text, "slimtensors completion z") == ["zsh"]
+    assert completed(text, "slimtensors compress mod") == [], "the shell itself offers files"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_names_every_option_and_its_shell_can_read_it(shell, capsys):
+    text = script(shell, capsys)
+    for name, verb in verbs().items():
+        assert name in text
+        for option in verb._option_string_actions:
+            assert (f"-l {option[2:]} " if shell == "fish" else option) in text or option[1] != "-"
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", "/dev/stdin"], input=text, text=True, check=True)
+
+
+def test_another_shell_is_refused(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["completion", "csh"])
+    assert refused.value.code == 2
+    assert "bash" in capsys.readouterr().err
+
+
+def test_env_tells_versions_and_extras_as_its_schema_says(capsys):
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    schema = json.loads((SCHEMAS / "env.json").read_text())
+    jsonschema.validate(found, schema, jsonschema.Draft202012Validator)
+    assert found["slimtensors"] == slimtensors.__version__
+    assert found["packages"]["torch"] == torch.__version__
+    assert {"transformers", "remote"} <= found["extras"].keys()
+
+
+def test_env_prints_a_line_for_each_fact(capsys):
+    assert main(["env"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["slimtensors"] == slimtensors.__version__
+    assert lines["core"] in ("avx2 code", "plain code")
+    assert "transformers" in lines["[transformers]"]
