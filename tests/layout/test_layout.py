@@ -16,7 +16,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 
 LAYERS = [
-    *["errors", "spec", "_core", "memory"],
+    *["errors", "spec", "_core", "memory", "tables"],
     "codecs",
     *["plan", "tree", "container", "sparsity", "entropy", "peers", "quantization", "pruning"],
     *["presets", "tensors"],

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from slimtensors.archive import Archive
 from slimtensors.container import local
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Json
+from slimtensors.tables import markdown as markdown
+from slimtensors.tables import table as table
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -98,24 +100,3 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
         leave=False,
     ) as bar:
         yield bar.update
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Lay out a table in plain text: the first `left` columns to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(head), *map(line, rows)])
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Lay out a table in Markdown."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    rule = [":--" if i < left else "--:" for i in range(len(head))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

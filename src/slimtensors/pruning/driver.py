@@ -98,7 +98,7 @@ class _Run:
     def do_others(self) -> None:
         """Prune what is left by magnitude."""
         note = "lies outside of the repeated blocks: pruned by magnitude"
-        notes = (note,) if self.method.needs_inputs else ()
+        notes = () if self.method.name == Magnitude.name else (note,)
         for name, layer in self.layers.items():
             if name not in self.reports:
                 self._do_layer(layer, Magnitude(), {}, notes)

@@ -68,7 +68,7 @@ def _prune(weight: Tensor, method: Method, seen: Hessian | None, want: Wanted) -
     notes: list[str] = []
     simplest = Magnitude().prune(weight, None, want, tell=notes.append)
     if seen is None or not seen.largest.any():
-        if method.needs_inputs:
+        if method.name != Magnitude.name:
             notes.append("nothing but zeros, if anything, came in: pruned by magnitude")
         return _Done(simplest, Magnitude.name, notes=notes)
     hessian, used = seen.mean(), method.name

@@ -32,7 +32,11 @@ class Method(Protocol):
     """A way to prune one matrix; its fields are its options."""
 
     name: ClassVar[str]
-    needs_inputs: ClassVar[bool]
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether it has to see what flows into a layer."""
+        ...
 
     def prune(self, weight: Tensor, hessian: Tensor | None, want: Wanted, *, tell: Tell) -> Tensor:
         """Return the weight with its zeros."""
@@ -44,7 +48,8 @@ class Magnitude:
     """The smallest weights of a layer go."""
 
     name: ClassVar[str] = "magnitude"
-    needs_inputs: ClassVar[bool] = False
+    needs_inputs: bool = False
+    """Only to tell what pruning does to outputs."""
 
     def prune(self, weight: Tensor, hessian: Tensor | None, want: Wanted, *, tell: Tell) -> Tensor:
         """Look at nothing but the weight."""

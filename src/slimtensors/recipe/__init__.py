@@ -1,5 +1,6 @@
 """Recipes: what to do to a model so that it becomes sparse and quantized."""
 
+from slimtensors.recipe.calibration import Calibration
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
@@ -14,21 +15,28 @@ from slimtensors.recipe.modifiers import (
     SparseGPT,
     Wanda,
 )
+from slimtensors.recipe.quality import Quality
 from slimtensors.recipe.recipe import Recipe, Stage
+from slimtensors.recipe.report import LayerState, Report, Step
 
 __all__ = [
     "AWQ",
     "GPTQ",
+    "Calibration",
     "ConstantPruning",
     "Distillation",
     "GradualMagnitudePruning",
+    "LayerState",
     "MagnitudePruning",
     "Modifier",
     "MovementPruning",
+    "Quality",
     "Quantize",
     "Recipe",
+    "Report",
     "SmoothQuant",
     "SparseGPT",
     "Stage",
+    "Step",
     "Wanda",
 ]

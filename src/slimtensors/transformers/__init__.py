@@ -26,11 +26,15 @@ from slimtensors.integrations.transformers.auto import (
     SparseAutoModelForSpeechSeq2Seq,
     SparseAutoModelForTokenClassification,
 )
+from slimtensors.integrations.transformers.oneshot import oneshot
 from slimtensors.integrations.transformers.peak import measure_memory
 from slimtensors.integrations.transformers.saving import enable
+from slimtensors.recipe import Calibration, Recipe
 from slimtensors.transformers import compression
 
 __all__ = [
+    "Calibration",
+    "Recipe",
     "SparseAutoModel",
     "SparseAutoModelForAudioClassification",
     "SparseAutoModelForCTC",
@@ -54,5 +58,6 @@ __all__ = [
     "decompress_folder",
     "enable",
     "measure_memory",
+    "oneshot",
     "train",
 ]

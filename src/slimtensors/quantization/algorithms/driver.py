@@ -119,9 +119,10 @@ class _Run:
     def do_others(self) -> None:
         """Round what no block holds."""
         note = "lies outside of the repeated blocks: rounded to nearest"
+        notes = [] if self.method.name == RTN.name else [note]
         for name, layer in self.layers.items():
             if name not in self.results:
-                self._do_layer(layer, RTN(), {}, [note] if self.method.needs_inputs else [])
+                self._do_layer(layer, RTN(), {}, notes)
 
     def _do_block(self, stack: Stack, block: str, layers: Sequence[Layer]) -> None:
         smoothed: list[str] = []

@@ -16,7 +16,11 @@ class Method(Protocol):
     """A way to choose the codes of one matrix; its fields are its options."""
 
     name: ClassVar[str]
-    needs_inputs: ClassVar[bool]
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether it has to see what flows into a layer."""
+        ...
 
     def round(
         self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: Tell
@@ -30,7 +34,8 @@ class RTN:
     """Round to nearest."""
 
     name: ClassVar[str] = "rtn"
-    needs_inputs: ClassVar[bool] = False
+    needs_inputs: bool = False
+    """Only to tell what rounding does to outputs."""
 
     def round(
         self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: Tell

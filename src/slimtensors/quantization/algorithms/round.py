@@ -66,7 +66,7 @@ def round_layer(layer: Layer, method: Method, hessians: Hessians) -> tuple[Round
 def _round(weight: Tensor, method: Method, seen: Hessian | None, args: QuantizationArgs) -> _Done:
     notes: list[str] = []
     if seen is None or not seen.largest.any():
-        if method.needs_inputs:
+        if method.name != RTN.name:
             notes.append("nothing but zeros, if anything, came in: rounded to nearest")
         return _Done(rtn(weight, args), RTN.name, 0, notes)
     hessian = seen.mean()

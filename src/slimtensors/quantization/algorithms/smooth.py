@@ -44,6 +44,8 @@ def smooth_block(
         readers = [layers[name] for name, _ in each.readers]
         if each.source is None or not any(layer.args for layer in readers):
             continue
+        if smoothing.norms is not None and each.source not in smoothing.norms:
+            continue
         norm = norms[each.source]
         scale = smoothing.scale(each.hessian, readers)
         if _is_kept(stack, block, norm, readers, scale):

@@ -23,6 +23,11 @@ class Smoothing(Protocol):
 
     name: ClassVar[str]
 
+    @property
+    def norms(self) -> Sequence[str] | None:
+        """Names of the norms that may change; all, if it does not say."""
+        ...
+
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
         """Return by what to divide each input of these layers."""
         ...
@@ -35,6 +40,7 @@ class SmoothQuant:
     name: ClassVar[str] = "smoothquant"
     exponent: float = 0.5
     """0 leaves it all to the inputs, 1 to the weights."""
+    norms: Sequence[str] | None = None
 
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
         """Return `inputs^exponent / weights^(1 - exponent)`, of the largest of each column."""
@@ -48,6 +54,7 @@ class AWQ:
 
     name: ClassVar[str] = "awq"
     steps: int = 20
+    norms: Sequence[str] | None = None
 
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
         """Return the best power of the inputs' size; to leave everything as it is, is tried too."""

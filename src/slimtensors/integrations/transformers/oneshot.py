@@ -1,0 +1,104 @@
+"""`oneshot`: make a model of transformers sparse and quantized, without training it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from slimtensors.container import StrPath
+from slimtensors.integrations.transformers.models import load_model, load_tokenizer
+from slimtensors.integrations.transformers.recipes import save_model
+from slimtensors.quantization.algorithms import LayerReport, Progress
+from slimtensors.recipe import Calibration, Recipe
+from slimtensors.recipe.calibration import Batch, Data
+from slimtensors.recipe.oneshot import apply_recipe, check_recipe
+from slimtensors.recipe.oneshot.apply import Start
+from slimtensors.recipe.quality import measure
+from slimtensors.recipe.report import Report
+
+
+def oneshot(
+    model: nn.Module | StrPath,
+    recipe: Any,
+    dataset: Any = None,
+    *,
+    output_dir: StrPath | None = None,
+    save_compressed: bool = True,
+    calibration: Calibration | None = None,
+    tokenizer: Any = None,
+) -> tuple[Any, Report]:
+    """Do to a model what a recipe says, and return it with a report.
+
+    `model` is changed in place, or loaded from a folder, compressed or not, or by name. `recipe`
+    is modifiers, stages, YAML, or the path of a YAML file. `dataset` is a list of texts, a local
+    txt, jsonl or csv file, a `datasets.Dataset`, a DataLoader, or a list of batches; texts need a
+    `tokenizer`, by default that of the folder. With an `output_dir`, the model is saved there, in
+    the format that suits it unless `save_compressed` is off, with `recipe.yaml` and `report.json`.
+    """
+    recipe = Recipe.of(recipe)
+    how = calibration or Calibration()
+    check_recipe(recipe, has_data=dataset is not None)
+    loaded = load_model(model)
+    words = tokenizer if tokenizer is not None else load_tokenizer(model)
+    batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
+    texts = [] if how.evaluate is None else _batches(loaded, how.evaluate, how, words)[0]
+    before = measure(loaded, texts) if texts else None
+    with _bars() as start:
+        steps = apply_recipe(loaded, recipe, batches, work=how.work, start=start)
+    report = Report.of(loaded, steps, notes)
+    if before is not None:
+        report = replace(report, quality=measure(loaded, texts).compared_with(before))
+    if output_dir is not None:
+        report = save_model(
+            loaded,
+            output_dir,
+            recipe,
+            report,
+            save_compressed=save_compressed,
+            tokenizer=words,
+        )
+    return loaded, report
+
+
+def _batches(
+    model: Any, dataset: Any, how: Calibration, tokenizer: Any
+) -> tuple[list[Batch], list[str]]:
+    """Return batches on the model's device, and what of them is not as asked for."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    batches, notes = Data.of(dataset).batches(how, tokenizer=tokenizer, longest=longest)
+    device = next(model.parameters()).device
+    return [_on(device, batch) for batch in batches], notes
+
+
+def _on(device: Any, batch: Batch) -> Batch:
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if hasattr(batch, "items"):
+        return {key: x.to(device) if hasattr(x, "to") else x for key, x in batch.items()}
+    return [x.to(device) if hasattr(x, "to") else x for x in batch]
+
+
+@contextmanager
+def _bars() -> Iterator[Start]:
+    """Show a bar on stderr for each modifier, if somebody is looking."""
+    bars: list[Any] = []
+
+    def start(name: str) -> Progress:
+        bar = tqdm(desc=name, unit=" layers", file=sys.stderr, disable=not sys.stderr.isatty())
+        bars.append(bar)
+
+        def show(report: LayerReport, done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return show
+
+    try:
+        yield start
+    finally:
+        for bar in bars:
+            bar.close()

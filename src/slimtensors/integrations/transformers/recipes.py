@@ -1,0 +1,79 @@
+"""Save a model that a recipe was done to, in the format that suits what was done."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from slimtensors.archive import inspect
+from slimtensors.compressor import ModelCompressor
+from slimtensors.container import StrPath, local, write_json
+from slimtensors.errors import ConfigError
+from slimtensors.folder import read_config
+from slimtensors.integrations.transformers.saving import enable
+from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantized_folder import Rewrite, convert_folder
+from slimtensors.recipe import Recipe
+from slimtensors.recipe.modifiers import Quantizing
+from slimtensors.recipe.oneshot.quantize import config_for
+from slimtensors.recipe.report import FILE, Report
+
+_SPARSE = 0.4
+"""The share of zeros from which on codes are smaller with a mask than packed."""
+
+
+def save_model(
+    model: Any,
+    folder: StrPath,
+    recipe: Recipe,
+    report: Report,
+    *,
+    save_compressed: bool,
+    tokenizer: Any = None,
+) -> Report:
+    """Save a model with its recipe and its report, and return the report with what it took.
+
+    What is quantized is stored as compressed-tensors has it, for stock loaders; what is also sparse
+    as codes and masks, which takes less, unless activations are quantized too; what is only sparse
+    in the preset `sparse`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} is no model of transformers; slimtensors.save can store it")
+    enable(model)
+    target = local(folder)
+    quantizing = [each for each in recipe.modifiers if isinstance(each, Quantizing)]
+    if quantizing and save_compressed:
+        config = config_for(model, quantizing[0])
+        if report.sparsity < _SPARSE or config.has_activations:
+            format = _save_quantized(model, config, target)
+        else:
+            format = _save_sparse_codes(model, config, target)
+    else:
+        model.save_pretrained(target, save_compressed=save_compressed)
+        format = read_config(target).get("quantization_config", {}).get("preset", "dense")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+    report = report.stored_as(format, inspect(target))
+    recipe.save(target)
+    write_json(target / FILE, report.to_json())
+    return report
+
+
+def _save_quantized(model: Any, config: QuantizationConfig, folder: Path) -> str:
+    state = ModelCompressor(config).compress(model)
+    try:
+        type(model).save_pretrained(model, folder, state_dict=state)
+        return str(model.config.quantization_config["format"])
+    finally:
+        del model.config.quantization_config  # of the folder: the model itself has dense weights
+
+
+def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> str:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".", dir=folder.parent) as beside:
+        first = Path(beside, "quantized")
+        _save_quantized(model, config, first)
+        convert_folder(first, folder, to="slim", how=Rewrite(replace=True))
+    return "slim"

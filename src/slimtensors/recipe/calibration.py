@@ -1,0 +1,164 @@
+"""The data that a model is run on: from texts or tables to batches."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimtensors.container import StrPath
+from slimtensors.errors import ConfigError
+from slimtensors.recipe.texts import read, texts_of
+
+Batch = Any
+"""What a model is called with."""
+Tokens = list[int]
+
+_IDS = "input_ids"
+_PIECE = 100_000
+"""Characters of a text that are made into tokens at a time."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How much data a model is run on, and how it is made of texts."""
+
+    samples: int = 128
+    length: int = 512
+    """Tokens per sample."""
+    batch_size: int = 8
+    seed: int = 0
+    """Decides which texts are taken where there are more than enough."""
+    pack: bool = True
+    """Whether texts are put one after the other and cut into samples of equal length; else each is
+    a sample of its own."""
+    column: str | None = None
+    """Which column of a table is the text."""
+    evaluate: Any = None
+    """Data, of any kind, to measure the model on before and after."""
+    work: StrPath | None = None
+    """A folder for finished layers, from which a run that was killed goes on."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "length", "batch_size"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ConfigError(f"{name} is a number from 1 on, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Data:
+    """A dataset as it was given, opened: its items, the first of which has been looked at."""
+
+    items: Iterable[Any]
+    first: Any
+
+    @classmethod
+    def of(cls, dataset: Any) -> "Data":
+        """Open texts, the path of a file, a table, a DataLoader, or a list of batches."""
+        items = read(dataset) if isinstance(dataset, str | PathLike) else dataset
+        if isinstance(columns := getattr(items, "column_names", None), Mapping):
+            raise ConfigError(f"several datasets in one: choose dataset[{next(iter(columns))!r}]")
+        if not isinstance(items, Iterable):
+            raise ConfigError(f"{type(items).__name__} is no dataset: it cannot be gone through")
+        rest = iter(items)
+        head = list(islice(rest, 1))
+        if not head:
+            raise ConfigError("the calibration data is empty")
+        return cls(chain(head, rest), head[0])
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a tokenizer is needed."""
+        is_table = isinstance(self.first, Mapping) and not self.is_ready
+        return isinstance(self.first, str) or (is_table and _IDS not in self.first)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether items are batches that a model can be called with."""
+        if isinstance(self.first, Mapping):
+            return any(isinstance(x, Tensor) and x.dim() > 1 for x in self.first.values())
+        return not isinstance(self.first, str)
+
+    def batches(
+        self, how: Calibration, *, tokenizer: Any = None, longest: int | None = None
+    ) -> tuple[list[Batch], list[str]]:
+        """Return batches, and what of them is not as asked for.
+
+        `longest` is how many tokens the model can take. What has no text or token raises.
+        """
+        notes = []
+        length = min(how.length, longest or how.length)
+        if self.is_ready:
+            batches, count = _ready(self.items, how.samples)
+        else:
+            samples = self._samples(how, tokenizer, length)
+            batches, count = _batched(samples, how.batch_size), len(samples)
+            shortest = min(map(len, samples), default=0)
+            if not shortest:
+                raise ConfigError("the tokenizer finds no token in the calibration data")
+            if shortest < how.length and how.pack:
+                notes.append(f"samples of {shortest} tokens, not {how.length}: there are no more")
+        if count < how.samples:
+            notes.append(f"{count} samples of calibration data, not {how.samples}")
+        return batches, notes
+
+    def _samples(self, how: Calibration, tokenizer: Any, length: int) -> list[Tokens]:
+        if not self.is_text:
+            rows = (torch.as_tensor(row[_IDS]).tolist()[:length] for row in self.items)
+            return list(islice(filter(None, rows), how.samples))
+        if tokenizer is None:
+            raise ConfigError("texts need a tokenizer, and none was found: pass tokenizer=...")
+        texts = texts_of(self.items, column=how.column)
+        pieces = [text[i : i + _PIECE] for text in texts for i in range(0, len(text), _PIECE)]
+        random.Random(how.seed).shuffle(pieces)
+        tokens = (list(tokenizer(x, truncation=False)[_IDS]) for x in pieces if x.strip())
+        if not how.pack:
+            return list(islice((each[:length] for each in tokens if each), how.samples))
+        return _packed(tokens, how.samples, length)
+
+
+def _packed(tokens: Iterable[Tokens], samples: int, length: int) -> list[Tokens]:
+    stream: Tokens = []
+    for each in tokens:
+        stream += each
+        if len(stream) >= samples * length:
+            break
+    whole = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+    return whole[:samples] or ([stream] if stream else [])
+
+
+def _batched(samples: Sequence[Tokens], size: int) -> list[Batch]:
+    """Put samples of equal length together: what would fill up others would count as data."""
+    alike: dict[int, list[Tokens]] = {}
+    for sample in samples:
+        alike.setdefault(len(sample), []).append(sample)
+    return [
+        {_IDS: torch.tensor(group[i : i + size])}
+        for group in alike.values()
+        for i in range(0, len(group), size)
+    ]
+
+
+def _ready(items: Iterable[Batch], samples: int) -> tuple[list[Batch], int]:
+    """Return batches until there are enough samples in them, and how many there are."""
+    batches: list[Batch] = []
+    count = 0
+    for batch in items:
+        batches.append(batch)
+        count += _count(batch)
+        if count >= samples:
+            break
+    return batches, count
+
+
+def _count(batch: Batch) -> int:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = [batch] if isinstance(batch, Tensor) else values
+    try:
+        return next(len(x) for x in tensors if isinstance(x, Tensor) and x.dim())
+    except (StopIteration, TypeError):
+        raise ConfigError(f"a batch holds no tensor: {type(batch).__name__}") from None

@@ -1,0 +1,144 @@
+"""What was done to a model, as an object, as JSON, and as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from slimtensors.quantization.algorithms import LayerReport
+from slimtensors.quantization.algorithms.layers import Layer, layers_of
+from slimtensors.quantization.state import parts_of, quantization_of
+from slimtensors.recipe.quality import Quality
+from slimtensors.sparsity import sparsity_of
+from slimtensors.spec import Json, on_cpu
+from slimtensors.summary import Summary, human
+from slimtensors.tables import table
+
+FILE = "report.json"
+"""What it is called beside the model that it is of."""
+
+_UNSTRUCTURED, _SPARSE = "unstructured", 0.05
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one modifier did."""
+
+    modifier: str
+    layers: tuple[LayerReport, ...] = ()
+    notes: tuple[str, ...] = ()
+    structure: str | None = None
+    """Of the zeros that it made."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What has become of one layer."""
+
+    name: str
+    weights: int
+    sparsity: float
+    structure: str
+    bits: float
+    """Per weight: as stored, if the model was; else of its codes, or its mask and what is left."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to a model, step by step, and what has become of it."""
+
+    steps: tuple[Step, ...]
+    layers: tuple[LayerState, ...]
+    """Those that a modifier changed."""
+    notes: tuple[str, ...] = ()
+    quality: Quality | None = None
+    format: str | None = None
+    """How the model was stored: a preset, or a format of compressed-tensors."""
+    stored_bytes: int | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, steps: Sequence[Step], notes: Sequence[str] = ()) -> "Report":
+        """Measure a model to which these steps were done."""
+        changed = dict.fromkeys(layer.name for step in steps for layer in step.layers)
+        structures: dict[str, str] = {}
+        for step in steps:
+            for layer in step.layers if step.structure else ():
+                if structures.get(layer.name, _UNSTRUCTURED) == _UNSTRUCTURED:
+                    structures[layer.name] = str(step.structure)  # zeros stay, and so does it
+        layers = layers_of(model)
+        states = [_state(layers[name], structures.get(name)) for name in changed]
+        return cls(tuple(steps), tuple(states), tuple(notes))
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros in all layers that were changed."""
+        items = sum(layer.weights for layer in self.layers)
+        return sum(each.weights * each.sparsity for each in self.layers) / items if items else 0.0
+
+    def stored_as(self, format: str, summary: Summary) -> "Report":
+        """Return the report of a model that was stored, with the bits that really takes."""
+        sizes: dict[str, int] = {}
+        for tensor in summary.tensors:
+            sizes[tensor.name] = tensor.stored_bytes
+        states = [replace(each, bits=_stored_bits(each, sizes)) for each in self.layers]
+        return replace(self, layers=tuple(states), format=format, stored_bytes=summary.stored_bytes)
+
+    def to_json(self) -> Json:
+        """Return everything; `docs/recipes.md` describes it."""
+        return asdict(self) | {"sparsity": round(self.sparsity, 6)}
+
+    def __str__(self) -> str:
+        rows = [self._row(layer) for layer in self.layers]
+        steps = [step.modifier for step in self.steps if step.layers]
+        head = ["layer", "structure", "zeros", "bits", *steps, "seconds"]
+        lines = [table(head, rows, left=2)] if rows else []
+        lines += ["cosine of outputs, before and after each modifier"] if rows else []
+        if self.quality is not None:
+            lines.append(_line(self.quality))
+        if self.stored_bytes is not None:
+            lines.append(f"stored as {self.format}: {human(self.stored_bytes)}")
+        notes = [*self.notes, *(note for step in self.steps for note in step.notes)]
+        notes += [
+            f"{x.name}: {note}" for step in self.steps for x in step.layers for note in x.notes
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+    def _row(self, layer: LayerState) -> list[str]:
+        done = [
+            next((each for each in step.layers if each.name == layer.name), None)
+            for step in self.steps
+            if step.layers
+        ]
+        cosines = [f"{x.cosine:.5f}" if x and x.cosine is not None else "" for x in done]
+        seconds = sum(each.seconds for each in done if each)
+        share, bits = f"{layer.sparsity:.1%}", f"{layer.bits:.2f}"
+        return [layer.name, layer.structure, share, bits, *cosines, f"{seconds:.2f}"]
+
+
+def _state(layer: Layer, structure: str | None) -> LayerState:
+    found = sparsity_of(on_cpu(layer.matrix))
+    weight = layer.parameter
+    state = quantization_of(layer.module)
+    size = 8.0 * weight.element_size()
+    if state is not None and (parts := parts_of(layer.weight, state.kept())):
+        bits = 8 * sum(x.nbytes for x in parts.values()) / weight.numel()
+    else:
+        bits = 1 + size * (1 - found.share) if found.share >= _SPARSE else size
+    return LayerState(layer.name, weight.numel(), found.share, structure or found.structure, bits)
+
+
+def _stored_bits(layer: LayerState, sizes: Mapping[str, int]) -> float:
+    own = [size for name, size in sizes.items() if name.startswith(f"{layer.name}.weight")]
+    return 8 * sum(own) / layer.weights if own else layer.bits
+
+
+def _line(quality: Quality) -> str:
+    parts: list[Any] = []
+    if quality.perplexity is not None:
+        before, after = quality.perplexity
+        parts.append(f"perplexity {before:.4f} -> {after:.4f}")
+    if quality.kl is not None:
+        parts.append(f"KL divergence {quality.kl:.5f}")
+    return ", ".join([*parts, f"cosine of outputs {quality.cosine:.5f}"])

@@ -1,0 +1,156 @@
+"""Data of every kind becomes batches, and what is missing is told."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from slimtensors.errors import ConfigError
+from slimtensors.recipe import Calibration
+from slimtensors.recipe.calibration import Data
+from slimtensors.recipe.texts import texts_of
+
+TEXTS = [f"{'abcdefghij'[i] * 12} text number {i}" for i in range(10)]
+
+
+def tokenizer(text, truncation):
+    assert not truncation
+    return {"input_ids": list(text.encode())}
+
+
+def batches(dataset, **options):
+    how = Calibration(**{"samples": 4, "length": 16, "batch_size": 3} | options)
+    return Data.of(dataset).batches(how, tokenizer=tokenizer)
+
+
+class Table:
+    """What `datasets.Dataset` looks like."""
+
+    def __init__(self, rows):
+        self.rows, self.column_names = rows, list(rows[0])
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_texts_are_packed_into_samples_of_one_length():
+    found, notes = batches(TEXTS)
+    assert [batch["input_ids"].shape for batch in found] == [(3, 16), (1, 16)]
+    assert notes == []
+    again, _ = batches(TEXTS)
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(found, again, strict=True)
+    )
+    other, _ = batches(TEXTS, seed=1)
+    assert not torch.equal(found[0]["input_ids"], other[0]["input_ids"])
+
+
+def test_texts_that_are_not_packed_are_never_filled_up():
+    found, notes = batches([*TEXTS, "short", "words"], pack=False, samples=12)
+    assert sorted(tuple(batch["input_ids"].shape) for batch in found) == [
+        (1, 16),
+        (2, 5),
+        (3, 16),
+        (3, 16),
+        (3, 16),
+    ]
+    assert notes == []
+
+
+@pytest.mark.parametrize("suffix", ["txt", "md", "jsonl", "csv", "tsv"])
+def test_local_files_are_read(tmp_path, suffix):
+    path = tmp_path / f"data.{suffix}"
+    match suffix:
+        case "jsonl":
+            path.write_text(
+                "\n".join(json.dumps({"id": i, "text": x}) for i, x in enumerate(TEXTS))
+            )
+        case "csv" | "tsv":
+            comma = "," if suffix == "csv" else "\t"
+            path.write_text(
+                "\n".join(f"{i}{comma}{x}" for i, x in [("id", "text"), *enumerate(TEXTS)])
+            )
+        case _:
+            path.write_text("\n".join(TEXTS))
+    found, notes = batches(path)
+    assert sum(len(batch["input_ids"]) for batch in found) == 4
+    assert notes == []
+    assert batches(str(path))[0][0]["input_ids"].equal(found[0]["input_ids"])
+
+
+def test_tables_give_their_texts_or_their_tokens():
+    rows = [{"text": text, "label": i} for i, text in enumerate(TEXTS)]
+    want = batches(TEXTS)[0]
+    for table in (rows, Table(rows), [{"words": text, "label": 1} for text in TEXTS]):
+        found, _ = batches(table)
+        assert found[0]["input_ids"].equal(want[0]["input_ids"])
+    tokens = [{"input_ids": list(range(i, i + 20))} for i in range(5)]
+    found, _ = batches(Table(tokens))
+    assert found[0]["input_ids"].tolist() == [list(range(i, i + 16)) for i in range(3)]
+    tensors = [{"input_ids": torch.tensor(row["input_ids"])} for row in tokens]
+    assert batches(tensors)[0][0]["input_ids"].equal(found[0]["input_ids"])
+
+
+def test_batches_are_taken_as_they_are_until_there_are_enough():
+    given = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
+    found, notes = batches(given)
+    assert found == given[:2]
+    assert notes == []
+    loader = DataLoader(torch.arange(40).view(10, 4), batch_size=2)
+    assert len(batches(loader)[0]) == 2
+    assert batches(iter(given), samples=100)[1] == ["10 samples of calibration data, not 100"]
+
+
+def test_less_data_than_asked_for_is_told():
+    found, notes = batches(TEXTS, samples=1000)
+    assert notes == [
+        f"{sum(len(b['input_ids']) for b in found)} samples of calibration data, not 1000"
+    ]
+    found, notes = batches(["tiny"])
+    assert found[0]["input_ids"].shape == (1, 4)
+    assert "samples of 4 tokens, not 16" in notes[0]
+    how = Calibration(samples=2, length=512)
+    found, notes = Data.of(TEXTS).batches(how, tokenizer=tokenizer, longest=32)
+    assert found[0]["input_ids"].shape == (2, 32)
+    assert "samples of 32 tokens, not 512" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ([], "empty"),
+        ([""], "no token"),
+        (["  \n "], "no token"),
+        (3, "no dataset"),
+        ("nowhere.txt", "no such file"),
+        ([{"a": "x", "b": "y"}], "which column"),
+        ([{"text": "x"}, {"text": 3}], "holds int"),
+        ([{"label": 1}], "which column"),
+        ([torch.tensor(1)], "no tensor"),
+        ([object()], "no tensor"),
+    ],
+)
+def test_what_is_no_data_is_refused(dataset, words):
+    with pytest.raises(ConfigError, match=words):
+        batches(dataset)
+
+
+def test_bad_options_and_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="samples is a number"):
+        Calibration(samples=0)
+    with pytest.raises(ConfigError, match="pass tokenizer"):
+        Data.of(TEXTS).batches(Calibration())
+    several = Table([{"text": "x"}])
+    several.column_names = {"train": ["text"], "test": ["text"]}
+    with pytest.raises(ConfigError, match="choose dataset\\['train'\\]"):
+        Data.of(several)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "x"}\n{')
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+        batches(bad)
+    bad.write_text("7")
+    with pytest.raises(ConfigError, match="neither text nor a table"):
+        batches(bad)
+    with pytest.raises(ConfigError, match="column 'body'"):
+        list(texts_of([{"text": "x"}], column="body"))

@@ -1,0 +1,354 @@
+"""Models in one shot: pruned and quantized in any order, every zero kept, saved and told of."""
+
+import json
+from itertools import permutations
+
+import pytest
+import torch
+from hf.tiny import bert, same_weights
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from slimtensors.errors import ConfigError, MismatchError
+from slimtensors.recipe import (
+    AWQ,
+    GPTQ,
+    ConstantPruning,
+    GradualMagnitudePruning,
+    MagnitudePruning,
+    Quantize,
+    Recipe,
+    SmoothQuant,
+    SparseGPT,
+    Stage,
+    Wanda,
+)
+from slimtensors.recipe.oneshot import apply_recipe, prune
+from slimtensors.transformers import Calibration, SparseAutoModelForCausalLM, oneshot
+
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
+ASYMMETRIC = {
+    "group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "group_size": 16, "symmetric": False},
+    }
+}
+TEXT = ["the quick brown fox jumps over the lazy dog and runs away " * 4] * 6
+FEW = Calibration(samples=6, length=16, batch_size=3)
+
+
+def llama(dtype=torch.float32, layers=2):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def batches():
+    random = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(64, (2, 12), generator=random)} for _ in range(3)]
+
+
+def tokenizer():
+    words = dict.fromkeys(" ".join(TEXT).split())
+    known = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", *words])}, unk_token="?"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=known, unk_token="?")
+
+
+def linears(model):
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name != "lm_head"
+    }
+
+
+def zeros(model):
+    return {name: layer.weight == 0 for name, layer in linears(model).items()}
+
+
+PRUNERS = [
+    MagnitudePruning(0.6),
+    Wanda(0.5),
+    SparseGPT(mask_structure="2:4"),
+    SparseGPT(0.7, block_size=8),
+    Wanda(mask_structure="8:16"),
+]
+QUANTIZERS = [
+    [Quantize(config_groups=GROUPS)],
+    [GPTQ(config_groups=ASYMMETRIC)],
+    [AWQ(config_groups=GROUPS)],
+    [SmoothQuant(0.6), GPTQ("W8A8")],
+]
+
+
+@pytest.mark.parametrize("pruner", PRUNERS, ids=lambda x: type(x).__name__ + x.mask_structure)
+@pytest.mark.parametrize("quantizers", QUANTIZERS, ids=lambda x: type(x[-1]).__name__)
+def test_every_zero_stays_in_every_order(pruner, quantizers):
+    *before, last = quantizers
+    orders = [
+        ([pruner, *before, last], torch.float32),
+        ([*before, last, pruner], torch.bfloat16),
+        ([*before, pruner, last], torch.bfloat16),
+    ]
+    for order, dtype in orders if before else orders[:2]:
+        model = llama(dtype, layers=1)
+        after_pruning = {}
+
+        def start(name, model=model, seen=after_pruning):
+            seen[name] = zeros(model)
+
+        steps = apply_recipe(model, Recipe.of(order), batches(), start=start)
+        masks = after_pruning.get(type(quantizers[-1]).__name__)
+        share = pruner.sparsity
+        for name, now in zeros(model).items():
+            assert now.float().mean() > share - 0.01
+            assert (now | ~masks[name]).all()
+            if pruner.mask_structure != "unstructured":
+                kept, size = map(int, pruner.mask_structure.split(":"))
+                assert ((~now).view(-1, size).sum(1) <= kept).all()
+        for layer in linears(model).values():
+            state = layer.quantization
+            assert torch.equal(state.dense_weight(state.plan.weights[0]), layer.weight)
+        assert {step.modifier for step in steps} == {
+            type(pruner).__name__,
+            type(quantizers[-1]).__name__,
+        }
+
+
+def test_masks_of_several_pruners_add_up():
+    for order in permutations(
+        [SparseGPT(mask_structure="2:4"), Wanda(0.6), MagnitudePruning(0.55)]
+    ):
+        model = llama(layers=1)
+        apply_recipe(model, Recipe.of(order), batches())
+        for now in zeros(model).values():
+            assert now.float().mean() > 0.59
+            assert ((~now).view(-1, 4).sum(1) <= 2).all()
+
+
+def test_a_mask_that_a_modifier_breaks_is_found(monkeypatch):
+    model = llama()
+
+    def breaks(model, modifier, how):
+        step = prune.prune(model, modifier, how)
+        next(iter(linears(model).values())).weight.data += 1e-3
+        return step
+
+    monkeypatch.setattr("slimtensors.recipe.oneshot.apply.prune", breaks)
+    recipe = Recipe.of([MagnitudePruning(0.5, targets="re:.*mlp"), Wanda(0.5, targets="re:.*mlp")])
+    apply_recipe(model, recipe, batches())  # nothing is held there
+    model.model.layers[0].self_attn.q_proj.weight.data[:8] = 0
+    with pytest.raises(MismatchError, match=r"q_proj: MagnitudePruning gave back 256 weights"):
+        apply_recipe(model, recipe, batches())
+
+
+def test_constant_pruning_holds_even_a_few_zeros():
+    model = llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data[0, :3] = 0
+    report = apply_recipe(model, Recipe.of([ConstantPruning(), Quantize("W8A8")]), batches())
+    assert not weight[0, :3].any()
+    assert report[0].layers == ()
+
+
+def test_a_pruned_model_is_saved_sparse_and_loads_as_it_is(tmp_path):
+    recipe = [SparseGPT(0.6)]
+    model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path)
+    assert report.format == "sparse"
+    assert report.sparsity == pytest.approx(0.6, abs=0.01)
+    assert same_weights(SparseAutoModelForCausalLM.from_pretrained(tmp_path), model)
+    assert Recipe.load(tmp_path / "recipe.yaml") == Recipe.of(recipe)
+    saved = json.loads((tmp_path / "report.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_json()))
+    assert saved["format"] == "sparse"
+    assert saved["stored_bytes"] > 0
+    assert {layer["structure"] for layer in saved["layers"]} == {"unstructured"}
+    assert all(layer["bits"] < 32 for layer in saved["layers"])
+    assert [step["modifier"] for step in saved["steps"]] == ["SparseGPT"]
+    assert all(0 < layer["cosine"] < 1 for layer in saved["steps"][0]["layers"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format"),
+    [
+        ([GPTQ(config_groups=GROUPS)], "pack-quantized"),
+        ([Quantize("FP8_DYNAMIC")], "float-quantized"),
+        ([Wanda(0.6), GPTQ("W8A8")], "int-quantized"),
+        ([SparseGPT(mask_structure="2:4"), GPTQ(config_groups=GROUPS)], "slim"),
+        ([GPTQ(config_groups=GROUPS), Wanda(0.6)], "slim"),
+    ],
+)
+def test_a_quantized_model_is_saved_by_its_codes(tmp_path, recipe, format):
+    model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path / "made")
+    assert report.format == format
+    again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert same_weights(again, model)
+    assert all(layer.bits < 12 for layer in report.layers)
+    assert Recipe.load(tmp_path / "made" / "recipe.yaml") == Recipe.of(recipe)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_model_can_be_saved_dense(tmp_path):
+    model, report = oneshot(
+        llama(), GPTQ(config_groups=GROUPS), batches(), output_dir=tmp_path, save_compressed=False
+    )
+    assert report.format == "dense"
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_compressed_folder_comes_in_and_texts_find_their_tokenizer(tmp_path):
+    made = tmp_path / "made"
+    first, _ = oneshot(
+        llama(), SparseGPT(0.5), TEXT, output_dir=made, calibration=FEW, tokenizer=tokenizer()
+    )
+    (tmp_path / "text.txt").write_text("\n".join(TEXT))
+    model, report = oneshot(
+        made,
+        GPTQ(config_groups=GROUPS),
+        tmp_path / "text.txt",
+        output_dir=tmp_path / "again",
+        calibration=FEW,
+    )
+    assert report.format == "slim"
+    masks = zeros(first)
+    assert all((now | ~masks[name]).all() for name, now in zeros(model).items())
+    assert (tmp_path / "again" / "tokenizer.json").exists()
+    third, _ = oneshot(tmp_path / "again", Wanda(0.7), TEXT, calibration=FEW)
+    assert all((now | ~masks[name]).all() for name, now in zeros(third).items())
+
+
+def test_quality_is_measured_where_there_is_data_for_it():
+    how = Calibration(evaluate=batches())
+    _, report = oneshot(llama(), Wanda(0.7), batches(), calibration=how)
+    before, after = report.quality.perplexity
+    assert before > 1
+    assert after > 1
+    assert report.quality.kl > 0
+    assert 0 < report.quality.cosine < 1
+    _, none = oneshot(llama(), MagnitudePruning(0.0), calibration=how)
+    assert none.quality.perplexity == (before, before)
+    assert none.quality.kl == pytest.approx(0, abs=1e-6)
+    _, encoder = oneshot(bert(), MagnitudePruning(0.7), calibration=Calibration(evaluate=batches()))
+    assert encoder.quality.perplexity is None
+    assert 0 < encoder.quality.cosine < 1
+
+
+def test_a_report_reads_as_a_table():
+    model = llama()
+    how = Calibration(evaluate=batches())
+    recipe = [Wanda(0.5, ignore=["lm_head", "re:.*nothing"]), Quantize("W8A8")]
+    text = str(oneshot(model, recipe, batches(), calibration=how)[1])
+    head, *rows = text.splitlines()
+    assert head.split() == ["layer", "structure", "zeros", "bits", "Wanda", "Quantize", "seconds"]
+    assert len([row for row in rows if row.startswith("model.layers.")]) == 14
+    assert "perplexity" in text
+    assert "note: 6 samples of calibration data, not 128" in text
+    assert "note: ignore: 're:.*nothing' fits nothing in this model" in text
+
+
+def test_a_killed_run_goes_on_in_its_work_folder(tmp_path, monkeypatch):
+    recipe = [SparseGPT(0.5), SmoothQuant(), GPTQ(config_groups=GROUPS)]
+    whole, want = oneshot(llama(), recipe, batches())
+
+    class KilledError(Exception):
+        pass
+
+    def kill(*_):
+        raise KilledError
+
+    done = []
+
+    def start(name):
+        done.append(name)
+        return None if len(done) < 2 else lambda report, n, of: n == 9 and kill()
+
+    with pytest.raises(KilledError):
+        apply_recipe(llama(), Recipe.of(recipe), batches(), work=tmp_path, start=start)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00-SparseGPT", "02-GPTQ"]
+    again, report = oneshot(llama(), recipe, batches(), calibration=Calibration(work=tmp_path))
+    assert same_weights(again, whole)
+    assert [step.layers for step in report.steps] == [step.layers for step in want.steps]
+    with pytest.raises(MismatchError, match=r"SparseGPT: .* was begun with another config"):
+        oneshot(llama(), [SparseGPT(0.6)], batches(), calibration=Calibration(work=tmp_path))
+
+
+def test_stages_and_yaml_do_the_same_as_objects():
+    objects, _ = oneshot(llama(), [Wanda(0.5), GPTQ(config_groups=GROUPS)], batches())
+    stages = [Stage([Wanda(0.5)], "sparsity", "oneshot"), Stage([GPTQ(config_groups=GROUPS)], "q")]
+    assert same_weights(oneshot(llama(), stages, batches())[0], objects)
+    assert same_weights(oneshot(llama(), Recipe(stages).to_yaml(), batches())[0], objects)
+
+
+def test_mappings_choose_the_norms_that_are_smoothed():
+    mapping = [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"]
+    dense, model = llama(), llama()
+    smooth = SmoothQuant(0.8, mappings=[mapping], ignore=["model.layers.1.input_layernorm"])
+    apply_recipe(model, Recipe.of([smooth, Quantize("W8A8")]), batches())
+    changed = {
+        name
+        for name, x in dense.named_parameters()
+        if "norm" in name and not torch.equal(x, model.get_parameter(name))
+    }
+    assert changed == {"model.layers.0.input_layernorm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Wanda(0.5, targets="re:.*nothing"), r"Wanda: target 're:\.\*nothing' fits no layer"),
+        (Quantize("W8A8", targets=["Nothing"]), "no layer of the model fits"),
+        (SmoothQuant(), "none follows"),
+        ([Quantize("W8A8"), GPTQ("W4A16")], "quantized once"),
+        ([SmoothQuant(), AWQ(config_groups=GROUPS)], "use one of them"),
+        (GradualMagnitudePruning(), "needs training"),
+        (Stage([Wanda()], "late", "train"), "late_stage: is for train"),
+        (SparseGPT(mask_structure="3:6"), "whole groups of 6"),
+        (
+            AWQ(config_groups=GROUPS, mappings=[[["re:.*o_proj"], "re:.*v_proj"]]),
+            "fits no norm",
+        ),
+        (
+            [SmoothQuant(mappings=[[["re:.*x_proj"], "re:.*norm"]]), Quantize("W8A8")],
+            "fits no layer",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_it_begins(recipe, words):
+    model = llama()
+    with pytest.raises(ConfigError, match=words):
+        oneshot(model, recipe, batches())
+    assert same_weights(model, llama()) or words.startswith("whole groups")
+
+
+def test_missing_data_and_models_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="SparseGPT: needs calibration data"):
+        oneshot(llama(), SparseGPT(0.5))
+    with pytest.raises(ConfigError, match="Quantize: needs calibration data"):
+        oneshot(llama(), Quantize("FP8"))
+    with pytest.raises(ConfigError, match="is empty"):
+        oneshot(llama(), SparseGPT(0.5), [])
+    with pytest.raises(ConfigError, match="pass tokenizer"):
+        oneshot(llama(), SparseGPT(0.5), TEXT)
+    with pytest.raises(ConfigError, match="is no model of transformers"):
+        oneshot(nn.Sequential(nn.Linear(8, 8)), MagnitudePruning(0.5), output_dir=tmp_path)
+
+
+def test_plain_modules_are_pruned_without_transformers():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    made, report = oneshot(model, MagnitudePruning(0.5))
+    assert made is model
+    assert [layer.sparsity for layer in report.layers] == [0.5, 0.5]
