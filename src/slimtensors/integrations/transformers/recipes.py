@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -19,6 +19,8 @@ from slimtensors.recipe.modifiers import Quantizing
 from slimtensors.recipe.oneshot.quantize import config_for
 from slimtensors.recipe.report import FILE, Report
 
+Told = TypeVar("Told", bound=Report)
+
 _SPARSE = 0.4
 """The share of zeros from which on codes are smaller with a mask than packed."""
 
@@ -27,11 +29,11 @@ def save_model(
     model: Any,
     folder: StrPath,
     recipe: Recipe,
-    report: Report,
+    report: Told,
     *,
     save_compressed: bool,
     tokenizer: Any = None,
-) -> Report:
+) -> Told:
     """Save a model with its recipe and its report, and return the report with what it took.
 
     What is quantized is stored as compressed-tensors has it, for stock loaders; what is also sparse
