@@ -160,7 +160,7 @@ def remake(
     The new folder appears when it is complete. One that exists is replaced only if `replace` is
     set, and never if it holds one of the `sources`.
     """
-    with _new_folder(target, *sources, replace=replace) as folder:
+    with new_folder(target, *sources, replace=replace) as folder:
         summary = write(folder)
         _copy_others(where, folder)
         edit_config(folder, lambda config: edit(config, summary))
@@ -203,7 +203,7 @@ def measuring(choose: Chooser, found: dict[str, Sparsity]) -> Chooser:
 
 
 @contextmanager
-def _new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path]:
+def new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path]:
     """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
     target = Path(os.path.realpath(local(path)))
     if target.exists():

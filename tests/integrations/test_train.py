@@ -187,8 +187,9 @@ def test_what_is_pruned_in_one_shot_and_quantized_keeps_its_mask(tmp_path, struc
         stages,
         Lines(),
         output_dir=tmp_path,
-        training_args=options(2),
+        training_args=options(2, save_strategy="epoch"),
     )
+    assert len(list(tmp_path.glob("checkpoints/*/recipe.yaml"))) == 1
     assert [step.modifier for step in report.steps] == ["SparseGPT", "GPTQ"]
     assert {layer.structure for layer in report.layers} == {structure}
     assert report.sparsity >= 0.5

@@ -4,7 +4,7 @@ import argparse
 
 from slimtensors import dialects, presets
 from slimtensors.archive import Archive, Progress, estimate, save
-from slimtensors.cli import console, quantize
+from slimtensors.cli import console, quantize, recipe
 from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, compress_folder, is_model, limited, matching
@@ -28,6 +28,7 @@ def add_to(verbs: "console.Verbs") -> None:
         "--dialect", help=f"{', '.join(dialects.names())} (default: slim, or what --quantize needs)"
     )
     quantize.add_options(verb)
+    recipe.add_option(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
     console.add_filters(verb, "compress")
@@ -38,6 +39,8 @@ def add_to(verbs: "console.Verbs") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compress, then say how much smaller it is."""
+    if options.recipe is not None:
+        return recipe.run(options)
     quantize.check(options)
     if not options.dry_run:
         if options.output is None:

@@ -40,7 +40,8 @@ def check(options: argparse.Namespace) -> None:
     if options.quantize is None:
         for name in needs:
             if getattr(options, name) is not None:
-                raise ConfigError(f"--{name} goes with --quantize")
+                also = " or --recipe" if name in ("calibration", "work") else ""
+                raise ConfigError(f"--{name} goes with --quantize{also}")
         return
     if options.dry_run or options.only or options.skip:
         raise ConfigError("--quantize goes with --ignore, not with --dry-run, --only or --skip")

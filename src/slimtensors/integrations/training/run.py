@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -160,20 +161,29 @@ def _teacher(
 
 
 def _saved(run: _Run, *, save_compressed: bool) -> TrainingReport:
-    """Write the model, its recipe and its report, and return this."""
-    report = run.report()
-    if isinstance(run.model, PreTrainedModel):
-        return save_model(
-            run.model,
-            run.home,
-            run.recipe,
-            report,
-            save_compressed=save_compressed,
-            tokenizer=run.setup.tokenizer,
-        )
-    preset = "sparse" if save_compressed else "dense"
-    summary = save(run.model.state_dict(), run.home / SINGLE, preset=preset)
-    stored = report.stored_as(preset, summary)
-    run.recipe.save(run.home)
-    write_json(run.home / FILE, stored.to_json())
-    return stored
+    """Write the model, its recipe and its report beside the checkpoints, and return the report."""
+    with TemporaryDirectory(prefix=".", dir=run.home) as beside:
+        folder = Path(beside, "model")
+        folder.mkdir()
+        if isinstance(run.model, PreTrainedModel):
+            report = save_model(
+                run.model, folder, run.recipe, run.report(), save_compressed=save_compressed
+            )
+            if run.setup.tokenizer is not None:
+                run.setup.tokenizer.save_pretrained(folder)
+        else:
+            report = _save_plain(run, folder, "sparse" if save_compressed else "dense")
+        for old in run.home.glob("*.safetensors*"):
+            old.unlink()  # of an older model, perhaps in other shards
+        for path in folder.iterdir():
+            path.replace(run.home / path.name)
+    return report
+
+
+def _save_plain(run: _Run, folder: Path, preset: str) -> TrainingReport:
+    """Write a model that is none of transformers'."""
+    summary = save(run.model.state_dict(), folder / SINGLE, preset=preset)
+    report = run.report().stored_as(preset, summary)
+    run.recipe.save(folder)
+    write_json(folder / FILE, report.to_json())
+    return report

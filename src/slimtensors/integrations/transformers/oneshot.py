@@ -2,16 +2,18 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from tqdm import tqdm
 
 from slimtensors.container import StrPath
+from slimtensors.folder import new_folder
 from slimtensors.integrations.transformers.models import load_model, load_tokenizer
-from slimtensors.integrations.transformers.recipes import save_model
+from slimtensors.integrations.transformers.recipes import check_model, save_model
 from slimtensors.quantization.algorithms import LayerReport, Progress
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.calibration import Batch, Data
@@ -37,31 +39,35 @@ def oneshot(
     is modifiers, stages, YAML, or the path of a YAML file. `dataset` is a list of texts, a local
     txt, jsonl or csv file, a `datasets.Dataset`, a DataLoader, or a list of batches; texts need a
     `tokenizer`, by default that of the folder. With an `output_dir`, the model is saved there, in
-    the format that suits it unless `save_compressed` is off, with `recipe.yaml` and `report.json`.
+    the format that suits it unless `save_compressed` is off, with `recipe.yaml` and `report.json`;
+    the folder appears when it is complete, and replaces one that holds a model.
     """
-    recipe = Recipe.of(recipe)
+    made = Recipe.of(recipe)
     how = calibration or Calibration()
-    check_recipe(recipe, has_data=dataset is not None)
-    loaded = load_model(model)
-    words = tokenizer if tokenizer is not None else load_tokenizer(model)
-    batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
-    texts = [] if how.evaluate is None else _batches(loaded, how.evaluate, how, words)[0]
-    before = measure(loaded, texts) if texts else None
-    with _bars() as start:
-        steps = apply_recipe(loaded, recipe, batches, work=how.work, start=start)
-    report = Report.of(loaded, steps, notes)
-    if before is not None:
-        report = replace(report, quality=measure(loaded, texts).compared_with(before))
-    if output_dir is not None:
-        report = save_model(
-            loaded,
-            output_dir,
-            recipe,
-            report,
-            save_compressed=save_compressed,
-            tokenizer=words,
-        )
+    check_recipe(made, has_data=dataset is not None)
+    with _folder(output_dir) as folder:
+        loaded = load_model(model)
+        if folder is not None:
+            check_model(loaded)
+        words = tokenizer if tokenizer is not None else load_tokenizer(model)
+        batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
+        texts = [] if how.evaluate is None else _batches(loaded, how.evaluate, how, words)[0]
+        before = measure(loaded, texts) if texts else None
+        with _bars() as start:
+            steps = apply_recipe(loaded, made, batches, work=how.work, start=start)
+        report = Report.of(loaded, steps, notes)
+        if before is not None:
+            report = replace(report, quality=measure(loaded, texts).compared_with(before))
+        if folder is not None:
+            report = save_model(loaded, folder, made, report, save_compressed=save_compressed)
+            if words is not None:
+                words.save_pretrained(folder)
     return loaded, report
+
+
+def _folder(path: StrPath | None) -> AbstractContextManager[Path | None]:
+    """Give a folder that takes its place at the end; that it can is known from the beginning."""
+    return nullcontext() if path is None else new_folder(path, replace=True)
 
 
 def _batches(

@@ -4,11 +4,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from slimtensors.archive import inspect
 from slimtensors.compressor import ModelCompressor
-from slimtensors.container import StrPath, local, write_json
+from slimtensors.container import write_json
 from slimtensors.errors import ConfigError
 from slimtensors.folder import read_config
 from slimtensors.integrations.transformers.saving import enable
@@ -25,14 +26,15 @@ _SPARSE = 0.4
 """The share of zeros from which on codes are smaller with a mask than packed."""
 
 
+def check_model(model: nn.Module) -> None:
+    """Raise if a model cannot be saved as a folder of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} is no model of transformers; slimtensors.save can store it")
+
+
 def save_model(
-    model: Any,
-    folder: StrPath,
-    recipe: Recipe,
-    report: Told,
-    *,
-    save_compressed: bool,
-    tokenizer: Any = None,
+    model: Any, folder: Path, recipe: Recipe, report: Told, *, save_compressed: bool
 ) -> Told:
     """Save a model with its recipe and its report, and return the report with what it took.
 
@@ -40,26 +42,20 @@ def save_model(
     as codes and masks, which takes less, unless activations are quantized too; what is only sparse
     in the preset `sparse`.
     """
-    if not isinstance(model, PreTrainedModel):
-        kind = type(model).__name__
-        raise ConfigError(f"{kind} is no model of transformers; slimtensors.save can store it")
     enable(model)
-    target = local(folder)
     quantizing = [each for each in recipe.modifiers if isinstance(each, Quantizing)]
     if quantizing and save_compressed:
         config = config_for(model, quantizing[0])
         if report.sparsity < _SPARSE or config.has_activations:
-            format = _save_quantized(model, config, target)
+            format = _save_quantized(model, config, folder)
         else:
-            format = _save_sparse_codes(model, config, target)
+            format = _save_sparse_codes(model, config, folder)
     else:
-        model.save_pretrained(target, save_compressed=save_compressed)
-        format = read_config(target).get("quantization_config", {}).get("preset", "dense")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
-    report = report.stored_as(format, inspect(target))
-    recipe.save(target)
-    write_json(target / FILE, report.to_json())
+        model.save_pretrained(folder, save_compressed=save_compressed)
+        format = read_config(folder).get("quantization_config", {}).get("preset", "dense")
+    report = report.stored_as(format, inspect(folder))
+    recipe.save(folder)
+    write_json(folder / FILE, report.to_json())
     return report
 
 
@@ -73,7 +69,6 @@ def _save_quantized(model: Any, config: QuantizationConfig, folder: Path) -> str
 
 
 def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> str:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".", dir=folder.parent) as beside:
         first = Path(beside, "quantized")
         _save_quantized(model, config, first)

@@ -9,7 +9,7 @@ from torch import nn
 
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError, SlimError
-from slimtensors.pruning import find_layers
+from slimtensors.pruning import fitting_layers
 from slimtensors.quantization.algorithms import Progress
 from slimtensors.quantization.algorithms.layers import layers_of
 from slimtensors.recipe.calibration import Batch
@@ -78,7 +78,7 @@ def _do(
     if isinstance(modifier, Pruning):
         return prune(model, modifier, how)
     if isinstance(modifier, ConstantPruning):
-        layers = find_layers(model, modifier.targets, modifier.ignore)
+        layers = fitting_layers(model, modifier.targets, modifier.ignore)
         held.hold(layers.values(), from_share=0)
         return Step(name_of(modifier))
     raise ConfigError("needs training")

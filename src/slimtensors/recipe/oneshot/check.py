@@ -3,7 +3,7 @@
 from torch import nn
 
 from slimtensors.errors import ConfigError, SlimError
-from slimtensors.pruning import find_layers
+from slimtensors.pruning import find_layers, fitting_layers
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
@@ -44,8 +44,10 @@ def check_targets(recipe: Recipe, model: nn.Module) -> None:
     """Raise if a modifier is for something that the model does not have."""
     for modifier in recipe.modifiers:
         try:
-            if isinstance(modifier, Pruning | ConstantPruning):
+            if isinstance(modifier, Pruning):
                 find_layers(model, modifier.targets, modifier.ignore)
+            elif isinstance(modifier, ConstantPruning):
+                fitting_layers(model, modifier.targets, modifier.ignore)
             elif isinstance(modifier, SmoothQuant | AWQ):
                 find_norms(model, modifier.mappings)
         except SlimError as error:

@@ -1,0 +1,95 @@
+"""`compress --recipe` on the folder of a tiny model."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from hf.tiny import llama
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import slimtensors
+from slimtensors.cli import main
+from slimtensors.recipe import Recipe
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "report.json"
+RECIPE = """
+first_stage:
+  sparsity_modifiers:
+    SparseGPTModifier: {sparsity: 0.75, targets: ["re:.*mlp"]}
+"""
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    llama().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)} | {"?": 90}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
+    (folder.parent / "text.txt").write_text(" ".join(f"w{i * i % 90}" for i in range(2000)))
+    (folder.parent / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
+    recipe, text = source.parent / "recipe.yaml", source.parent / "text.txt"
+    words = ["compress", source, "--recipe", recipe, "--calibration", text, "-o", tmp_path / "out"]
+    assert run(*words, "--work", tmp_path / "work") == 0
+    out = capsys.readouterr().out
+    assert "model.layers.1.mlp.down_proj  unstructured  75.0%" in out
+    assert "stored as sparse" in out
+    weights = slimtensors.load(tmp_path / "out")
+    assert weights["model.layers.0.mlp.up_proj.weight"].eq(0).float().mean() == 0.75
+    assert Recipe.load(tmp_path / "out" / "recipe.yaml") == Recipe.load(recipe)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "work"}
+    assert run(*words) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run(*words, "-f", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == data
+    assert run(*words, "-f", "-q") == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--quantize", "W4A16"], "--quantize does not go with --recipe"),
+        (["--preset", "sparse"], "--preset does not go"),
+        (["--only", "*"], "does not go with --dry-run, --only or --skip"),
+        ([], "SparseGPTModifier: needs calibration data, and there is none"),
+        (["--calibration", "nowhere.txt"], "there is no such file"),
+    ],
+)
+def test_what_does_not_go_with_a_recipe_is_said(source, tmp_path, capsys, more, words):
+    recipe = ["--recipe", source.parent / "recipe.yaml"]
+    assert run("compress", source, *recipe, *more, "-o", tmp_path / "out") == 2
+    assert words.replace("Modifier", "") in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bad_recipe_or_source_is_named(source, tmp_path, capsys):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("test_modifiers: {SparseGTP: {}}")
+    assert run("compress", source, "--recipe", bad, "-o", tmp_path / "out") == 2
+    assert "bad.yaml: there is no modifier 'SparseGTP'; did you mean" in capsys.readouterr().err
+    save_file({"x": torch.zeros(4)}, tmp_path / "x.safetensors")
+    recipe = source.parent / "recipe.yaml"
+    assert run("compress", tmp_path / "x.safetensors", "--recipe", recipe, "-o", "out") == 2
+    assert "a recipe is for model folders" in capsys.readouterr().err
+    assert run("compress", source, "--work", "here", "-o", "out") == 2
+    assert "--work goes with --quantize or --recipe" in capsys.readouterr().err
+    assert run("compress", source, "--recipe", recipe) == 2
+    assert "needs -o" in capsys.readouterr().err
