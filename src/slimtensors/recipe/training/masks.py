@@ -1,6 +1,6 @@
 """The masks of a stage that trains: which modifier prunes which weights, and when."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +23,16 @@ from slimtensors.recipe.modifiers import (
 from slimtensors.recipe.report import Step
 from slimtensors.recipe.training.gradual import GradualMasks
 from slimtensors.recipe.training.held import HeldMasks
-from slimtensors.recipe.training.movement import MovementMasks
+from slimtensors.recipe.training.movement import MovementMasks, relative_magnitude
 from slimtensors.recipe.training.ranking import by_layer, of_all_layers
 from slimtensors.recipe.training.schedule import Schedule
 
 Gradual = GradualMagnitudePruning | MovementPruning
 _POWERS = {"linear": 1, "cubic": 3}
+_FIRST_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "magnitude": relative_magnitude,
+}
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,14 @@ def _gradual(
     ranking = of_all_layers(structure) if modifier.apply_globally else by_layer(structure, views)
     if isinstance(modifier, GradualMagnitudePruning):
         return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
-    rate = modifier.score_learning_rate
-    return MovementMasks(weights, allowed, schedule=schedule, ranking=ranking, rate=rate)
+    return MovementMasks(
+        weights,
+        allowed,
+        schedule=schedule,
+        ranking=ranking,
+        rate=modifier.score_learning_rate,
+        first=_FIRST_SCORES[modifier.score_init],
+    )
 
 
 def _check_structure(modifier: Gradual, layers: Mapping[str, Layer]) -> None:
