@@ -15,15 +15,19 @@ from slimtensors.checkpoint import points
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.integrations.training.distilling import DistillingTrainer, Lesson
 from slimtensors.recipe import (
+    GPTQ,
     ConstantPruning,
     Distillation,
     GradualMagnitudePruning,
+    MagnitudePruning,
     MovementPruning,
+    Quantize,
     Recipe,
+    SparseGPT,
     Stage,
 )
 from slimtensors.recipe.training import divergence
-from slimtensors.transformers import compress_folder, train
+from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder, train
 
 MLP = ["re:.*mlp"]
 ATTENTION = ["re:.*self_attn"]
@@ -108,12 +112,14 @@ def test_a_model_is_trained_pruned_and_written(tmp_path):
     assert {t.codec for t in slimtensors.inspect(tmp_path).tensors} == {"bitmask", "plain"}
     assert Recipe.load(tmp_path / "recipe.yaml") == Recipe.of(recipe)
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data == report.to_json()
+    assert data == json.loads(json.dumps(report.to_json()))
     assert data["stages"][0]["steps"] == 6
     assert data["stages"][0]["evaluation"]["eval_loss"] > 0
-    by_name = {layer.name: layer.sparsity for layer in report.layers}
-    assert by_name["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.9, abs=1e-3)
-    assert "lm_head.weight" not in by_name
+    by_name = {layer.name: layer for layer in report.layers}
+    assert by_name["model.layers.0.mlp.up_proj"].sparsity == pytest.approx(0.9, abs=1e-3)
+    assert by_name["model.layers.0.mlp.up_proj"].bits < 6
+    assert "lm_head" not in by_name
+    assert [step.modifier for step in report.steps] == ["MovementPruning", "ConstantPruning"]
     assert "mlp.up_proj" in str(report)
 
 
@@ -160,9 +166,40 @@ def test_two_stages_keep_what_the_first_has_pruned(tmp_path):
     model, report = train(llama(), recipe, Lines(), output_dir=tmp_path, training_args=options(4))
     assert [stage.name for stage in report.stages] == ["sparsity", "finetuning"]
     structures = {layer.name: layer.structure for layer in report.layers}
-    assert structures["model.layers.1.mlp.down_proj.weight"] == "1:4"
+    assert structures["model.layers.1.mlp.down_proj"] == "1:4"
     assert zeros(model, "mlp") == 0.75
     assert zeros(model, "self_attn") == pytest.approx(0.8, abs=1e-4)
+
+
+@pytest.mark.parametrize("structure", ["unstructured", "2:4"])
+@pytest.mark.parametrize("way", ["one stage", "three stages"])
+def test_what_is_pruned_in_one_shot_and_quantized_keeps_its_mask(tmp_path, structure, way):
+    modifiers = [
+        SparseGPT(0.5, mask_structure=structure),
+        Distillation(),
+        GPTQ("W4A16", ignore=["lm_head"]),
+    ]
+    stages = (
+        modifiers if way == "one stage" else [Stage((m,), f"s{i}") for i, m in enumerate(modifiers)]
+    )
+    model, report = train(
+        llama(hidden_size=128, intermediate_size=256),
+        stages,
+        Lines(),
+        output_dir=tmp_path,
+        training_args=options(2, save_strategy="epoch"),
+    )
+    assert len(list(tmp_path.glob("checkpoints/*/recipe.yaml"))) == 1
+    assert [step.modifier for step in report.steps] == ["SparseGPT", "GPTQ"]
+    assert {layer.structure for layer in report.layers} == {structure}
+    assert report.sparsity >= 0.5
+    found = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in found.named_parameters():
+        if "proj" in name:
+            assert torch.equal(weight, model.get_parameter(name)), name
+            if structure == "2:4":
+                assert ((weight.view(-1, 4) != 0).sum(1) <= 2).all()
+    assert len(report.stages) == 1
 
 
 CUT = [
@@ -355,8 +392,16 @@ def test_the_teachers_answers_are_mixed_into_the_loss(tmp_path, steps):
         (MovementPruning(mask_structure="2:4", apply_globally=True), Lines(), {}, "globally"),
         ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by MovementPruning and by"),
         (ConstantPruning(), ["text"], {}, "text needs a tokenizer"),
-        (ConstantPruning(), "data.parquet", {}, r"data.parquet: a dataset is a file of \.csv"),
-        (ConstantPruning(), "no.txt", {}, "no.txt: no such file"),
+        (ConstantPruning(), "no.txt", {}, "no.txt: there is no such file"),
+        ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model is quantized once"),
+        (Stage((MagnitudePruning(),), run_type="oneshot"), Lines(), {}, "use oneshot"),
+        (Stage((MovementPruning(),), run_type="oneshot"), Lines(), {}, "is to be oneshot"),
+        (
+            [Stage((Quantize("W8A16"),), "q"), Stage((ConstantPruning(),), "t")],
+            Lines(),
+            {},
+            "the stage t comes after q, which quantizes",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, recipe, dataset, more, said):
