@@ -4,7 +4,7 @@
 
 The state is that of both models of `training.py`, sharded by rows as FSDP2 does. Wall times are of
 the slower rank, CPU times of both. The slow disk lets 200 MB/s through for both ranks together, and
-does nothing while they compute.
+does nothing while they compute: its times are the disk's and the core's, whoever else is busy.
 """
 
 import ctypes
@@ -150,13 +150,36 @@ def held(value: State) -> int:
     return total
 
 
-def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of the slower rank, and the CPU seconds of all."""
+class Disk:
+    """Lets so many bytes per second through."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._owed = rate, 0.0
+        self.seconds = 0.0
+        """How long it has worked."""
+
+    def passes(self, count: int) -> None:
+        self.seconds += count / self._rate
+        self._owed += count / self._rate
+        if self._owed > 0.02:  # in few sleeps: each takes longer than it should
+            begin = time.perf_counter()
+            time.sleep(self._owed)
+            self._owed -= time.perf_counter() - begin
+
+
+def timed(work: Callable[[], object], disk: Disk | None = None) -> tuple[float, float]:
+    """Return the seconds of the slower rank, and the CPU seconds of all.
+
+    With a disk, its seconds and those of the core: what a machine with nothing else to do takes.
+    """
     gc.collect()
     dist.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
+    before = disk.seconds if disk else 0.0
     work()
     mine = time.perf_counter() - wall, time.process_time() - cpu
+    if disk:
+        mine = disk.seconds - before + mine[1], mine[1]
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, mine)
     return max(w for w, _ in every), sum(c for _, c in every)
@@ -165,22 +188,21 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 class SlowFile:
     """A file that a slow disk holds."""
 
-    def __init__(self, file: Any, rate: float) -> None:
-        self._file, self._rate = file, rate
+    def __init__(self, file: Any, disk: Disk) -> None:
+        self._file, self._disk = file, disk
 
     def write(self, data: Any) -> int:
-        count = len(memoryview(data).cast("B"))
-        time.sleep(count / self._rate)
+        self._disk.passes(len(memoryview(data).cast("B")))
         return self._file.write(data)
 
     def read(self, *args: Any) -> bytes:
         data = self._file.read(*args)
-        time.sleep(len(data) / self._rate)
+        self._disk.passes(len(data))
         return data
 
     def readinto(self, target: Any) -> int:
         count = self._file.readinto(target)
-        time.sleep(count / self._rate)
+        self._disk.passes(count)
         return count
 
     def __enter__(self) -> "SlowFile":
@@ -194,17 +216,17 @@ class SlowFile:
 
 
 @contextmanager
-def slow_disk(rate: float) -> Iterator[None]:
+def slow_disk(disk: Disk) -> Iterator[None]:
     """Make every file that is opened in this process slow, and reads of mapped ones."""
     plain_open, plain_read = Path.open, MappedFile.read
 
     def slow_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         file = plain_open(self, mode, *args, **kwargs)
         is_large = "b" in mode and self.suffix in (".distcp", ".slimtensors-tmp")
-        return SlowFile(file, rate) if is_large else file
+        return SlowFile(file, disk) if is_large else file
 
     def slow_read(self: MappedFile, begin: int, end: int) -> memoryview:
-        time.sleep((end - begin) / rate)
+        disk.passes(end - begin)
         return plain_read(self, begin, end)
 
     Path.open, MappedFile.read = slow_open, slow_read
@@ -256,19 +278,18 @@ def work(rank: int, folder: str, target: str, quick: bool) -> None:
         figures["fast"][name] = {"save": [], "load": [], "once": [wall, cpu, load_wall, load_cpu]}
         if name == "difference":
             figures["exact"] = all_same(out, now)
-    for _ in range(1 if quick else 5):
+    for _ in range(1 if quick else 3):
         for name in TIMED:
             fresh(name)
             figures["fast"][name]["save"].append(timed(lambda name=name: save(name)))
             figures["fast"][name]["load"].append(timed(lambda name=name: load(name)))
-    with slow_disk(SLOW / RANKS):
+    disk = Disk(SLOW / RANKS)
+    with slow_disk(disk):
         for name in TIMED:
             fresh(name)
-            saving = timed(lambda name=name: save(name))
-            figures["slow"][name] = {
-                "save": [saving],
-                "load": [timed(lambda name=name: load(name))],
-            }
+            wrote = timed(lambda name=name: save(name), disk)
+            read = timed(lambda name=name: load(name), disk)
+            figures["slow"][name] = {"save": [wrote], "load": [read]}
     if rank == 0:
         (home / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
@@ -357,12 +378,12 @@ def timing(pairs: list[list[float]]) -> Timing:
 
 
 def tables(report: Report, figures: dict[str, Any]) -> None:
-    sizes, plain = figures["bytes"], figures["bytes"]["plain"]
+    sizes, whole = figures["bytes"], figures["bytes"]["plain"]
     print(f"\n{sizes['held'] / MB:.1f} MB on {RANKS} ranks; differences exact: {figures['exact']}")
     print(f"  {'':30}{'MB':>9}{'smaller':>9}{'peak MB of a rank: save':>25}{'load':>7}")
     for name in CASES:
         peak = figures["peak"][name]
-        ratio = plain / sizes[name]
+        ratio = whole / sizes[name]
         print(
             f"  {name:30}{sizes[name] / MB:9.1f}{ratio:8.2f}x"
             f"{peak[0] / MB:25.0f}{peak[1] / MB:7.0f}"
@@ -374,8 +395,12 @@ def tables(report: Report, figures: dict[str, Any]) -> None:
             found = {name: timing(figures[disk][name][step]) for name in TIMED}
             title = f"{step}, {'page cache' if disk == 'fast' else '200 MB/s'}"
             report.table(title, found, size=sizes["held"], against="plain")
-            ratio = found["lossless"].best / found["plain"].best
-            report.at_most(f"{title}: lossless against plain", ratio, 1.3 if disk == "fast" else 1)
+            ours, plain = found["lossless"], found["plain"]
+            if disk == "fast":  # each rank has one thread: what others on the machine disturb least
+                ratio = ours.busy / plain.busy
+                report.at_most(f"{title}: CPU, lossless against plain", ratio, 1.3)
+            else:
+                report.at_most(f"{title}: lossless against plain", ours.best / plain.best, 1)
     rates = figures["fast"]["lossless"]
     for step in ("save", "load"):
         rate = sizes["held"] / timing(rates[step]).busy / MB

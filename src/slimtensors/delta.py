@@ -41,7 +41,7 @@ def diff(
     Tensors that are equal cost nothing, others are stored as differences where that is smaller.
     A preset that rounds is refused.
     """
-    choose = _exact(presets.find(preset))
+    choose = lossless_only(presets.find(preset))
     after, before = opened(new, storage_options), opened(base, storage_options)
     check_keeps(before, target)
     state = changes(after, before, choose)
@@ -220,7 +220,7 @@ def cost(name: str, x: Tensor, choose: Chooser) -> float:
     return coded * flat.numel() / sum(piece.numel() for piece in pieces)
 
 
-def _exact(choose: Chooser) -> Chooser:
+def lossless_only(choose: Chooser) -> Chooser:
     """Return a rule that raises where `choose` would round."""
 
     def chosen(name: str, x: Tensor) -> Choice | Plan | None:

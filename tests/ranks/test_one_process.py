@@ -125,6 +125,15 @@ def test_a_profile_rounds_what_it_says_and_tells_the_error(runs, tmp_path):
     assert not same_bits(moments["exp_avg"][800:], wanted["exp_avg"][800:])
 
 
+def test_a_preset_that_rounds_is_told_and_no_way_to_store_differences(runs, tmp_path):
+    save(state()["model"], tmp_path / "a", preset="extreme")
+    about = read_manifest(tmp_path / "a")
+    assert 0 < about.errors["wide"] < 0.03
+    assert about.profile == "extreme"
+    with pytest.raises(CheckpointException, match="needs a lossless preset"):
+        save(later(state()), runs / "never", base=runs / "first", preset="extreme")
+
+
 def test_a_filter_chooses_by_the_names_of_the_state(runs):
     want = later(state())
     chosen = Filter(names=("optim.*.exp_avg_sq",))

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
 from slimtensors.checkpoint.commit import new_folder
 from slimtensors.container import StrPath, local
+from slimtensors.delta import lossless_only
 from slimtensors.distributed.boxes import Box, pieces
 from slimtensors.distributed.manifest import PIECE, Chunk, Manifest, StoredTensor
 from slimtensors.distributed.pending import Pending
@@ -75,8 +77,10 @@ def distribute(
 ) -> None:
     """Write a model folder as a distributed checkpoint that any number of ranks can load.
 
-    Its tensors become `{key: {name: tensor}}`. Holds a few tensors in memory at a time.
+    Its tensors become `{key: {name: tensor}}`, bit for bit; a preset that rounds is refused. A few
+    of them are in memory at a time.
     """
+    choose = lossless_only(presets.find(preset))
     archive = Archive(path)
     archive.check_whole()
     pending = Pending(target, overwrite=overwrite)
@@ -85,7 +89,7 @@ def distribute(
     for rank, names in enumerate(archive.shards().values()):
         file = pending.folder / file_name(rank)
         state = _rank_state(archive, names, key, pending.run, rank)
-        write(state, file, preset=preset, dialect="slim", threads=threads)
+        write(state, file, preset=choose, dialect="slim", threads=threads)
         files[file.name] = file.stat().st_size
         for name in names:
             spec = archive.spec(name)

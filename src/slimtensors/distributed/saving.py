@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slimtensors import presets
 from slimtensors.archive.write import write
+from slimtensors.delta import lossless_only
 from slimtensors.distributed.coding import How, coded
 from slimtensors.distributed.share import Piece, file_name, share
+from slimtensors.plan import Plan
 from slimtensors.presets import Chooser
 
 Value = TypeVar("Value", float, str)
@@ -40,7 +43,7 @@ def save_share(
     objects: Mapping[str, Any],
     *,
     how: How,
-    preset: str | Chooser,
+    preset: str | Plan | Chooser,
     whole: Mapping[str, Any],
     threads: int | None,
 ) -> SavedShare:
@@ -48,11 +51,13 @@ def save_share(
     named = {piece.name: piece for piece in pieces}
     path = order.folder / file_name(order.rank)
     content = coded(share(order.run, order.rank, pieces, objects), named, how, whole)
-    write(content.state, path, preset=preset, dialect="slim", threads=threads)
+    choose = presets.find(preset) if how.is_plain else lossless_only(presets.find(preset))
+    summary = write(content.state, path, preset=choose, dialect="slim", threads=threads)
+    by_preset = {t.name: t.error for t in summary.tensors if t.error is not None}
     return SavedShare(
         path.name,
         path.stat().st_size,
-        _by_tensor(content.errors, named, max),
+        _by_tensor({**by_preset, **content.errors}, named, max),
         _by_tensor(content.kept_exact, named, max),
     )
 

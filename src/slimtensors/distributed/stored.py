@@ -20,7 +20,7 @@ from slimtensors.memory import empty
 from slimtensors.spec import Each, Spec, fill, serially
 from slimtensors.tree import unflatten
 
-_CACHED = 64 << 20
+_CACHED = 16 << 20
 """Bytes of decoded pieces that are kept for whoever needs more of them."""
 
 

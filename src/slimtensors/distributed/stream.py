@@ -8,7 +8,9 @@ import io
 import struct
 from typing import IO, TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
@@ -24,7 +26,9 @@ _NAME, _VERSION = "stream.slimtensors", "1"
 _FRAME = 1 << 20
 """Bytes that are coded together: a multiple of what torch.save aligns tensors to."""
 _SAMPLE = 1 << 14
-"""Bytes that are coded in every way to see which is smallest."""
+"""Bytes by which the size of items is found."""
+_FEW = 4096
+"""Bytes that are not worth a code."""
 _HEAD = struct.Struct("<4sBIII")
 """Magic, item size (0: plain, 255: the end), bytes of content, bytes that follow, CRC-32C."""
 _MAGIC = b"SLMF"
@@ -73,7 +77,7 @@ def stream_registry() -> ExtensionRegistry:
 class _Coder(io.RawIOBase):
     def __init__(self, output: IO[bytes]) -> None:
         self._output, self._held, self._total = output, bytearray(), 0
-        self._size: int | None = None
+        self._size = _PLAIN
         """By which the last frame was coded; most streams are one tensor."""
 
     def writable(self) -> bool:
@@ -112,9 +116,9 @@ class _Coder(io.RawIOBase):
         self._total += len(raw)
         size = self._size or _best_size(raw)
         coded = _code(raw, size)
-        self._size = size if len(coded) < len(raw) else None
-        if self._size is None:
+        if len(coded) >= len(raw):
             size, coded = _PLAIN, bytes(raw)
+        self._size = size
         self._frame(size, len(raw), coded)
 
     def _frame(self, size: int, count: int, content: bytes) -> None:
@@ -182,14 +186,29 @@ def _seal(size: int, count: int, content: bytes) -> int:
 
 
 def _best_size(raw: bytes | memoryview) -> int:
-    """Return the item size by which some of the bytes get smallest."""
+    """Return the item size by which the bytes probably get smallest; none if there are few."""
     middle = len(raw) // 2 // _SAMPLE * _SAMPLE
-    sample = bytes(raw[middle : middle + _SAMPLE])
-    return min(_DTYPES, key=lambda size: len(_code(sample, size)))
+    sample = np.frombuffer(raw[middle : middle + _SAMPLE], np.uint8)
+    if len(sample) < _FEW:
+        return _PLAIN
+    return min(_DTYPES, key=lambda size: _bits(sample, size))
+
+
+def _bits(sample: NDArray[np.uint8], size: int) -> float:
+    """Estimate the bits of items of so many bytes: their entropy, and the codes for it."""
+    columns = sample[: len(sample) // size * size].reshape(-1, size)
+    total = 0.0
+    for i in range(size):
+        counts = np.bincount(columns[:, i], minlength=256)
+        seen = counts[counts > 0]
+        total += 8 * len(seen) - float((seen * np.log2(seen / len(columns))).sum())
+    return total
 
 
 def _code(raw: bytes | memoryview, size: int) -> bytes:
     """Return the table of chunks, their data, and the bytes that make no whole item."""
+    if size == _PLAIN:
+        return bytes(raw)
     whole = len(raw) // size * size
     parts = Huffman().encode(_view(raw[:whole], size))
     return b"".join([_raw(parts["chunks"]), _raw(parts["data"]), bytes(raw[whole:])])

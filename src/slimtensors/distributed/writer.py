@@ -28,6 +28,7 @@ from slimtensors.distributed.saving import Order, save_share
 from slimtensors.distributed.share import Piece
 from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError, MismatchError, UnsupportedTensorError
+from slimtensors.plan import Plan
 from slimtensors.presets import Chooser
 from slimtensors.spec import Spec, check_storable
 
@@ -62,7 +63,7 @@ class StorageWriter(Writer):
         self,
         path: StrPath | None = None,
         *,
-        preset: str | Chooser = "lossless",
+        preset: str | Plan | Chooser = "lossless",
         profile: str | Profile = "exact",
         lossy: Filter | None = None,
         base: StrPath | None = None,
@@ -74,6 +75,7 @@ class StorageWriter(Writer):
         self.checkpoint_id = path
         self._piece_bytes = piece_bytes
         self._preset, self._profile, self._lossy = preset, find_profile(profile), lossy
+        self._preset_label = preset if isinstance(preset, str) else "own"
         self._base_path, self._overwrite, self._threads = base, overwrite, threads
         self._base: StoredShards | None = None
         self._base_label: Base | None = None
@@ -113,7 +115,7 @@ class StorageWriter(Writer):
             VERSION,
             version("slimtensors"),
             str(target),
-            self._preset if isinstance(self._preset, str) else "own",
+            self._preset_label,
             self._profile.name,
             self._base_label.run if self._base_label else None,
             self._piece_bytes,
@@ -149,19 +151,21 @@ class StorageWriter(Writer):
             file = pending.folder / name
             if not file.is_file() or file.stat().st_size != size:
                 raise MismatchError(f"{file}: is not what its rank has written")
-        written = {result.index.fqn: result.storage_data for part in results for result in part}
+        told = [(result.index.fqn, result.storage_data) for part in results for result in part]
+        errors = _largest_errors(told)
+        by_preset = self._profile.is_exact and errors
         manifest = Manifest(
             run=pending.run,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             world=len(results),
-            profile=self._profile.name,
+            profile=self._preset_label if by_preset else self._profile.name,
             files=files,
             tensors=tensors,
             objects=objects,
             base=self._base_label,
             piece_bytes=self._piece_bytes,
-            errors=_largest_errors(results),
-            kept_exact={name: item.note for name, item in written.items() if item.note},
+            errors=errors,
+            kept_exact={name: item.note for name, item in told if item.note},
         )
         pending.commit(manifest)
         self._pending = None
@@ -261,10 +265,9 @@ def _keys(plan: SavePlan, name: str) -> tuple[str | int, ...] | None:
     return paths.get(name) if isinstance(paths, Mapping) else None
 
 
-def _largest_errors(results: Sequence[Sequence[WriteResult]]) -> dict[str, float]:
+def _largest_errors(told: Sequence[tuple[str, Written]]) -> dict[str, float]:
     errors: dict[str, float] = {}
-    for result in (result for part in results for result in part):
-        if result.storage_data.error is not None:
-            name = result.index.fqn
-            errors[name] = max(errors.get(name, 0.0), result.storage_data.error)
+    for name, item in told:
+        if item.error is not None:
+            errors[name] = max(errors.get(name, 0.0), item.error)
     return errors
