@@ -17,7 +17,7 @@ from slimtensors.container import (
     place,
     weight_files,
 )
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, SlimError
 from slimtensors.making.division import Task, divide
 from slimtensors.making.record import Record
 from slimtensors.making.remote_site import RemoteSite
@@ -151,11 +151,12 @@ class _Making:
         """After a failure, leave nothing but files that need not be made again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            can_go_on = keep and not isinstance(error, SlimError)  # which would come again
             files = list(self.weights.states)
             if self.weights.how.ranks.count > 1:
                 pass  # the others may still write
-            elif keep and len(files) > 1 and any(self.site.has("files", key) for key in files):
+            elif can_go_on and len(files) > 1 and any(self.site.has("files", f) for f in files):
                 _LOG.warning("%s: finished files are kept; the same command goes on", self.site)
             else:
                 self.site.drop()
