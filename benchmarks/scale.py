@@ -45,7 +45,7 @@ STATED = Rates(
     base=0.3 * GB,
     start=0.2,
 )
-"""Of one core of the machine that docs/scale.md names, rounded down."""
+"""On the low side of what docs/scale.md says was seen; `join` is what a whole run leaves for it."""
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_files_that_are_not_finished(
     assert "finished files are kept" in caplog.text
     assert not (tmp_path / "small").exists()
     kept = (tmp_path / WORK / "files" / FIRST).stat()
+    for left in (".x.slimtensors-tmp", "model-00002-of-00003.safetensors", "old.safetensors"):
+        (tmp_path / WORK / "files" / left).write_bytes(b"what a killed process leaves")
     compress_folder(source, tmp_path / "small")
     assert files(tmp_path / "small") == want
     assert (tmp_path / "small" / FIRST).stat().st_ino == kept.st_ino

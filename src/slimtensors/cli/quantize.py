@@ -73,8 +73,10 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ran
             work=options.work,
             how=how,
         )
-    beside = Path(options.output).absolute().parent
-    beside.mkdir(parents=True, exist_ok=True)
+    beside = None
+    if "://" not in options.output:
+        beside = Path(options.output).absolute().parent
+        beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         first = Path(folder) / "quantized"
         calibrate_folder(options.source, first, config, text, method=method, work=options.work)

@@ -17,12 +17,13 @@ from slimtensors.container import (
     place,
     weight_files,
 )
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, SlimError
 from slimtensors.making.division import Task, divide
 from slimtensors.making.record import Record
 from slimtensors.making.remote_site import RemoteSite
 from slimtensors.making.site import LocalSite, Site
 from slimtensors.making.weights import Part, Weights
+from slimtensors.ranks import Alone, Ranks
 from slimtensors.spec import Json
 from slimtensors.summary import Summary, joined
 
@@ -88,7 +89,7 @@ def remake(
         site.begin(None)
         try:
             summary = site.put("files", "weights", fill).summary()
-            _add_others(site, where, lambda config: edit(config, summary))
+            _add_others(site, where, lambda config: edit(config, summary), Alone())
             site.commit()
         except BaseException:
             site.drop()
@@ -105,12 +106,13 @@ def _site(to: Place, sources: Sequence[StrPath], *, replace: bool) -> Site:
     return LocalSite(to.path, sources, replace=replace)
 
 
-def _add_others(site: Site, where: Place, edit: Callable[[Json], Json]) -> None:
+def _add_others(site: Site, where: Place, edit: Callable[[Json], Json], ranks: Ranks) -> None:
     """Add what is not weights, `config.json` last."""
     others = other_files(where)
     config = others.pop(CONFIG, None)
     for name, original in others.items():
         site.copy(name, original)
+        ranks.advance()
     if config is not None:
         site.write(CONFIG, edited_config(config.read(), edit))
 
@@ -149,11 +151,12 @@ class _Making:
         """After a failure, leave nothing but files that need not be made again."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            can_go_on = keep and not isinstance(error, SlimError)  # which would come again
             files = list(self.weights.states)
             if self.weights.how.ranks.count > 1:
                 pass  # the others may still write
-            elif keep and len(files) > 1 and any(self.site.has("files", key) for key in files):
+            elif can_go_on and len(files) > 1 and any(self.site.has("files", f) for f in files):
                 _LOG.warning("%s: finished files are kept; the same command goes on", self.site)
             else:
                 self.site.drop()
@@ -186,7 +189,10 @@ class _Making:
         for record in records:
             self.weights.how.found.update(record.sparsity)
         summary = joined([record.summary() for record in records])
-        _add_others(self.site, self.weights.where, lambda config: edit(config, summary))
+        weights = self.weights
+        _add_others(
+            self.site, weights.where, lambda config: edit(config, summary), weights.how.ranks
+        )
         if name := self._index_name(summary):
             self.site.write(name, json_text(_index(records, summary)))
         self.site.commit()

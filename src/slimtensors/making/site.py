@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -101,7 +101,8 @@ class LocalSite:
         self._resources.enter_context(locked(self._work))
         known = self._work / "job.json"
         if known.exists() and not is_same(job, known.read_bytes(), str(self), self._replace):
-            self._clear()
+            shutil.rmtree(self._work / "records", ignore_errors=True)
+        self._remove_unfinished()
         known.write_text(json.dumps(job))
 
     def attach(self, job: Json | None) -> None:  # noqa: D102
@@ -168,9 +169,17 @@ class LocalSite:
     def close(self) -> None:  # noqa: D102
         self._resources.close()
 
-    def _clear(self) -> None:
-        for name in ("files", "parts", "records"):
-            shutil.rmtree(self._work / name, ignore_errors=True)
+    def _remove_unfinished(self) -> None:
+        """Remove what no record knows: a process was killed before it was complete."""
+        for kind in ("files", "parts"):
+            finished: set[Path] = set()
+            for text in (self._work / "records" / kind).rglob("*.json"):
+                with suppress(FormatError):  # `find` will see that
+                    files = Record.from_text(text.read_bytes()).files
+                    finished |= {self._work / kind / file for file in files}
+            for path in (self._work / kind).rglob("*"):
+                if path.is_file() and path not in finished:
+                    path.unlink()
 
     def _file(self, name: str) -> Path:
         path = self._work / "files" / name
