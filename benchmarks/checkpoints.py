@@ -28,6 +28,8 @@ State = dict[str, Any]
 PAIRS = {"gpt": (1000, 1020), "gpt-bf16": (1040, 1060), "minilm": (60, 110)}
 """A base and a later state: 20 steps of training from scratch, 50 of fine-tuning."""
 
+TIMED = ("gpt", "minilm")
+
 ALONE = {"gpt": 0.84, "gpt-bf16": 0.70, "minilm": 0.84}
 """What an exact checkpoint may take of torch.save's bytes."""
 
@@ -199,7 +201,7 @@ def main() -> None:
         base, state = (torch.load(paths[step]) for step in PAIRS[name])
         with tempfile.TemporaryDirectory() as folder:
             sizes(report, name, base, state, Path(folder))
-            if not chosen.quick:
+            if not chosen.quick and name in TIMED:
                 speed(report, name, base, state, Path(folder))
     report.finish()
 
