@@ -47,7 +47,7 @@ def main():
     torch.set_num_threads(1)
     report = measure.Report("prunebert_story", quick=options.quick)
     with TemporaryDirectory() as folder:
-        tell(Path(folder), report, steps=(4, 8) if options.quick else (120, 400))
+        tell(Path(folder), report, steps=(4, 8) if options.quick else (100, 240))
     report.finish()
 
 
@@ -68,7 +68,7 @@ def tell(folder, report, *, steps):
     dense = BertForSequenceClassification.from_pretrained(minilm(), num_labels=len(PACKAGES))
     dense.bert.embeddings.requires_grad_(False)  # as PruneBERT's
     Trainer(
-        dense, TrainingArguments(**arguments(folder, steps[0], 1e-4)), train_dataset=seen
+        dense, TrainingArguments(**arguments(folder, steps[0], 2e-4)), train_dataset=seen
     ).train()
     whole = note("dense, fine-tuned", dense, "dense")
     at_once = note("one shot, by magnitude", pruned_at_once(dense), "dense")
@@ -81,6 +81,7 @@ def tell(folder, report, *, steps):
             start=0.05 * epochs,
             end=0.7 * epochs,
             update_frequency=4 * BATCH / len(seen),
+            score_init="magnitude",
         ),
         Distillation(hardness=0.8, temperature=2),
     ]
@@ -91,7 +92,7 @@ def tell(folder, report, *, steps):
         seen,
         teacher=dense,
         output_dir=folder / "pruned",
-        training_args=arguments(folder, steps[1], 4e-4),
+        training_args=arguments(folder, steps[1], 5e-4),
     )
     took = time.perf_counter() - began
     moved = note("movement pruning", model, "dense")

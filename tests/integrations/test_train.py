@@ -15,15 +15,19 @@ from slimtensors.checkpoint import points
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.integrations.training.distilling import DistillingTrainer, Lesson
 from slimtensors.recipe import (
+    GPTQ,
     ConstantPruning,
     Distillation,
     GradualMagnitudePruning,
+    MagnitudePruning,
     MovementPruning,
+    Quantize,
     Recipe,
+    SparseGPT,
     Stage,
 )
 from slimtensors.recipe.training import divergence
-from slimtensors.transformers import compress_folder, train
+from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder, train
 
 MLP = ["re:.*mlp"]
 ATTENTION = ["re:.*self_attn"]
@@ -108,12 +112,14 @@ def test_a_model_is_trained_pruned_and_written(tmp_path):
     assert {t.codec for t in slimtensors.inspect(tmp_path).tensors} == {"bitmask", "plain"}
     assert Recipe.load(tmp_path / "recipe.yaml") == Recipe.of(recipe)
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data == report.to_json()
+    assert data == json.loads(json.dumps(report.to_json()))
     assert data["stages"][0]["steps"] == 6
     assert data["stages"][0]["evaluation"]["eval_loss"] > 0
-    by_name = {layer.name: layer.sparsity for layer in report.layers}
-    assert by_name["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.9, abs=1e-3)
-    assert "lm_head.weight" not in by_name
+    by_name = {layer.name: layer for layer in report.layers}
+    assert by_name["model.layers.0.mlp.up_proj"].sparsity == pytest.approx(0.9, abs=1e-3)
+    assert by_name["model.layers.0.mlp.up_proj"].bits < 6
+    assert "lm_head" not in by_name
+    assert [step.modifier for step in report.steps] == ["MovementPruning", "ConstantPruning"]
     assert "mlp.up_proj" in str(report)
 
 
@@ -160,9 +166,40 @@ def test_two_stages_keep_what_the_first_has_pruned(tmp_path):
     model, report = train(llama(), recipe, Lines(), output_dir=tmp_path, training_args=options(4))
     assert [stage.name for stage in report.stages] == ["sparsity", "finetuning"]
     structures = {layer.name: layer.structure for layer in report.layers}
-    assert structures["model.layers.1.mlp.down_proj.weight"] == "1:4"
+    assert structures["model.layers.1.mlp.down_proj"] == "1:4"
     assert zeros(model, "mlp") == 0.75
     assert zeros(model, "self_attn") == pytest.approx(0.8, abs=1e-4)
+
+
+@pytest.mark.parametrize("structure", ["unstructured", "2:4"])
+@pytest.mark.parametrize("way", ["one stage", "three stages"])
+def test_what_is_pruned_in_one_shot_and_quantized_keeps_its_mask(tmp_path, structure, way):
+    modifiers = [
+        SparseGPT(0.5, mask_structure=structure),
+        Distillation(),
+        GPTQ("W4A16", ignore=["lm_head"]),
+    ]
+    stages = (
+        modifiers if way == "one stage" else [Stage((m,), f"s{i}") for i, m in enumerate(modifiers)]
+    )
+    model, report = train(
+        llama(hidden_size=128, intermediate_size=256),
+        stages,
+        Lines(),
+        output_dir=tmp_path,
+        training_args=options(2, save_strategy="epoch"),
+    )
+    assert len(list(tmp_path.glob("checkpoints/*/recipe.yaml"))) == 1
+    assert [step.modifier for step in report.steps] == ["SparseGPT", "GPTQ"]
+    assert {layer.structure for layer in report.layers} == {structure}
+    assert report.sparsity >= 0.5
+    found = SparseAutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in found.named_parameters():
+        if "proj" in name:
+            assert torch.equal(weight, model.get_parameter(name)), name
+            if structure == "2:4":
+                assert ((weight.view(-1, 4) != 0).sum(1) <= 2).all()
+    assert len(report.stages) == 1
 
 
 CUT = [
@@ -228,7 +265,7 @@ def test_a_run_goes_on_in_its_second_stage(tmp_path):
     )
     args = options(4, save_strategy="steps", save_steps=2)
     whole, _ = train(llama(), stages, Lines(), output_dir=tmp_path / "whole", training_args=args)
-    lines = KilledLines(4 * 7)
+    lines = KilledLines(1 + 4 * 7)  # the first is looked at
     with pytest.raises(KilledError):
         train(llama(), stages, lines, output_dir=tmp_path / "run", training_args=args)
     resumed, report = train(
@@ -240,6 +277,7 @@ def test_a_run_goes_on_in_its_second_stage(tmp_path):
         resume_from_checkpoint=True,
     )
     assert [stage.name for stage in report.stages] == ["second"]
+    assert {layer.sparsity for layer in report.layers if "mlp" in layer.name} == {0.75}
     assert same_weights(resumed, whole)
     assert zeros(resumed, "mlp") == 0.75
 
@@ -287,18 +325,18 @@ def tokenizer():
     )
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_labelled_texts_come_from_files(tmp_path, tokenizer, kind):
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "rows"])
+def test_labelled_texts_come_from_files_and_tables(tmp_path, tokenizer, kind):
     rows = [{"text": "b c d e", "label": 0}, {"text": "f", "label": 2}, {"text": "g", "label": 1}]
+    given = rows if kind == "rows" else tmp_path / f"data.{kind}"
     lines = [json.dumps(row) for row in rows]
     if kind == "csv":
         lines = ["text,label", *(f"{row['text']},LABEL_{row['label']}" for row in rows)]
-    path = tmp_path / f"data.{kind}"
-    path.write_text("\n".join(lines) + "\n")
+    (tmp_path / f"data.{kind}").write_text("\n".join(lines) + "\n")
     _, report = train(
         bert(),
         GradualMagnitudePruning(0.8, targets=["re:bert.encoder"]),
-        path,
+        given,
         output_dir=tmp_path / "out",
         training_args=options(3),
         tokenizer=tokenizer,
@@ -355,8 +393,16 @@ def test_the_teachers_answers_are_mixed_into_the_loss(tmp_path, steps):
         (MovementPruning(mask_structure="2:4", apply_globally=True), Lines(), {}, "globally"),
         ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by MovementPruning and by"),
         (ConstantPruning(), ["text"], {}, "text needs a tokenizer"),
-        (ConstantPruning(), "data.parquet", {}, r"data.parquet: a dataset is a file of \.csv"),
-        (ConstantPruning(), "no.txt", {}, "no.txt: no such file"),
+        (ConstantPruning(), "no.txt", {}, "no.txt: there is no such file"),
+        ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model is quantized once"),
+        (Stage((MagnitudePruning(),), run_type="oneshot"), Lines(), {}, "use oneshot"),
+        (Stage((MovementPruning(),), run_type="oneshot"), Lines(), {}, "is to be oneshot"),
+        (
+            [Stage((Quantize("W8A16"),), "q"), Stage((ConstantPruning(),), "t")],
+            Lines(),
+            {},
+            "the stage t comes after q, which quantizes",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, recipe, dataset, more, said):
@@ -373,7 +419,7 @@ def test_an_old_run_is_not_overwritten(tmp_path):
     args = options(2, save_strategy="epoch", num_train_epochs=1, max_steps=-1)
     train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
     assert [p.name for p in points(tmp_path / "checkpoints" / "default")] == ["checkpoint-2"]
-    with pytest.raises(ConfigError, match="holds checkpoint-2, but training goes on from step 0"):
+    with pytest.raises(ConfigError, match="holds checkpoint-2; resume, or choose"):
         train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
 
 

@@ -16,6 +16,7 @@ from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.pruning import Unstructured, parse_structure
 from slimtensors.quantization.layers import Weight
 from slimtensors.recipe.training import GradualMasks, HeldMasks, MovementMasks, Schedule
+from slimtensors.recipe.training.movement import relative_magnitude
 from slimtensors.recipe.training.ranking import by_layer, of_all_layers
 
 VIEWS = {name: Weight("weight") for name in ("weight", "0.weight", "2.weight")}
@@ -285,6 +286,24 @@ def test_movement_pruning_is_what_autograd_with_straight_through_masks_does():
             torch.testing.assert_close(linear.weight, weight.detach() * wanted)
     assert came_back > 0
     assert int((linear.weight == 0).sum()) == round(0.7 * 120)
+
+
+def test_scores_may_begin_as_magnitudes():
+    model = net()
+    weights = matrices(model)
+    everything = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
+    begin = {name: w.detach().abs() for name, w in weights.items()}
+    masks = MovementMasks(
+        weights,
+        everything,
+        schedule=Schedule(0, 4, 0.5, 0.9),
+        ranking=EACH,
+        rate=0.01,
+        first=relative_magnitude,
+    )
+    for name, mask in masks.masks.items():
+        assert begin[name][mask].min() >= begin[name][~mask].max()
+    assert torch.equal(relative_magnitude(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
 def test_after_the_schedule_movement_masks_stay():

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -77,7 +77,7 @@ class Report:
         items = sum(layer.weights for layer in self.layers)
         return sum(each.weights * each.sparsity for each in self.layers) / items if items else 0.0
 
-    def stored_as(self, format: str, summary: Summary) -> "Report":
+    def stored_as(self, format: str, summary: Summary) -> Self:
         """Return the report of a model that was stored, with the bits that really takes."""
         sizes: dict[str, int] = {}
         for tensor in summary.tensors:

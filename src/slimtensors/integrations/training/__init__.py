@@ -1,6 +1,6 @@
 """Training by a recipe, with the Trainer of transformers."""
 
-from slimtensors.integrations.training.report import LayerSparsity, TrainedStage, TrainingReport
+from slimtensors.integrations.training.report import TrainedStage, TrainingReport
 from slimtensors.integrations.training.run import train
 
-__all__ = ["LayerSparsity", "TrainedStage", "TrainingReport", "train"]
+__all__ = ["TrainedStage", "TrainingReport", "train"]

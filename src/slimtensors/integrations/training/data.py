@@ -1,23 +1,24 @@
 """What a model is trained on: examples, or text that a tokenizer makes examples of."""
 
-import csv
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slimtensors.errors import ConfigError
+from slimtensors.recipe.texts import Row, read, texts_of
 
-Row = Mapping[str, Any]
 _IGNORED = -100
 """The label of a token that no model is asked about."""
-_FILES = {".txt", ".jsonl", ".csv"}
+_SAMPLES, _BATCH = 128, 8
+"""How much of it modifiers see that need data but no training."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,34 @@ def examples(given: Any, model: Any, tokenizer: Any) -> Examples:
         found = _loaded(given)
     elif isinstance(given, str | Path):
         found = _texts(_read(Path(given)), model, tokenizer)
-    elif isinstance(given, Sequence) and given and isinstance(given[0], str):
-        found = _texts([{"text": text} for text in given], model, tokenizer)
+    elif _holds_texts(given):
+        rows = [{"text": row} if isinstance(row, str) else row for row in given]
+        found = _texts(rows, model, tokenizer)
     else:
         found = Examples(given)
     if hasattr(found.rows, "__len__") and not len(found.rows):
         raise ConfigError(f"the dataset is empty: {given!r}")
     return found
+
+
+def _holds_texts(given: Any) -> bool:
+    """Tell whether there are texts, or rows with a text, that are not tokens yet."""
+    if not hasattr(given, "__len__") or not len(given):
+        return False
+    first = given[0]
+    is_row = isinstance(first, Mapping) and "input_ids" not in first
+    return isinstance(first, str) or (is_row and isinstance(first.get("text"), str))
+
+
+def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
+    """Return the first examples, without labels, for modifiers that only look at them."""
+    padded = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
+    loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=data.collate or padded)
+    device = next(model.parameters()).device
+    return [
+        {name: x.to(device) for name, x in batch.items() if name != "labels"}
+        for batch in islice(loader, _SAMPLES // _BATCH)
+    ]
 
 
 def _loaded(loader: DataLoader[Any]) -> Examples:
@@ -61,28 +83,13 @@ def _loaded(loader: DataLoader[Any]) -> Examples:
 
 
 def _read(path: Path) -> list[Row]:
-    if path.suffix not in _FILES:
-        raise ConfigError(f"{path}: a dataset is a file of {', '.join(sorted(_FILES))}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; datasets are local")
-    with path.open(encoding="utf-8", newline="") as lines:
-        rows = list(_rows(path, lines))
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ConfigError(f"{path}: row {number} has no 'text'")
-    return rows
-
-
-def _rows(path: Path, lines: Iterable[str]) -> Iterable[Row]:
-    if path.suffix == ".csv":
-        return csv.DictReader(lines)
-    texts = [line.strip() for line in lines if line.strip()]
-    if path.suffix == ".txt":
-        return [{"text": text} for text in texts]
-    try:
-        return [json.loads(text) for text in texts]
-    except ValueError as error:
-        raise ConfigError(f"{path}: is not JSON, line by line: {error}") from error
+    """Return the rows of a file; of a plain text, its lines."""
+    rows: list[Row] = []
+    for found in read(path):
+        lines = found.splitlines() if isinstance(found, str) else [found]
+        rows += [{"text": x} if isinstance(x, str) else x for x in lines if x]
+    texts = texts_of(rows)
+    return [{**row, "text": text} for row, text in zip(rows, texts, strict=True)]
 
 
 def _texts(rows: Sequence[Row], model: Any, tokenizer: Any) -> Examples:

@@ -1,24 +1,34 @@
 """Train a model by a recipe, with the Trainer of transformers."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from slimtensors.archive import save
-from slimtensors.container import SINGLE, StrPath, local
+from slimtensors.container import SINGLE, StrPath, local, write_json
 from slimtensors.errors import MismatchError
 from slimtensors.integrations.training import resuming
-from slimtensors.integrations.training.data import examples
-from slimtensors.integrations.training.report import FILE, TrainingReport, layers_of
+from slimtensors.integrations.training.data import calibration_batches, examples
+from slimtensors.integrations.training.order import Planned, planned
+from slimtensors.integrations.training.report import TrainedStage, TrainingReport
+from slimtensors.integrations.training.resuming import Resumed
 from slimtensors.integrations.training.stage import Setup, train_stage
 from slimtensors.integrations.transformers.models import load_model, load_tokenizer
-from slimtensors.integrations.transformers.saving import enable, is_enabled
-from slimtensors.recipe import Recipe
-from slimtensors.recipe.modifiers import Distillation
+from slimtensors.integrations.transformers.recipes import save_model
+from slimtensors.pruning import fitting_layers
+from slimtensors.quantization.algorithms import LayerReport
+from slimtensors.recipe import ConstantPruning, Distillation, Modifier, Recipe, Stage
+from slimtensors.recipe.modifiers import Pruning
+from slimtensors.recipe.oneshot import apply_recipe
+from slimtensors.recipe.oneshot.check import check_recipe, check_targets
+from slimtensors.recipe.report import FILE, Report, Step
+from slimtensors.recipe.training.masks import parameters_of
 
 
 def train(
@@ -36,14 +46,16 @@ def train(
 ) -> tuple[Any, TrainingReport]:
     """Train a model by a recipe, write it to a folder, and return it with a report.
 
-    `model` is one in memory, or a folder or a name; compressed folders are decompressed. `recipe`
-    are modifiers, or the YAML that tells them. `dataset` is what the Trainer takes, a DataLoader,
-    texts, or a local file of them. `training_args` are the Trainer's own or a mapping of some;
-    their `save_steps` says how often a checkpoint is saved, in `output_dir/checkpoints`, from which
-    `resume_from_checkpoint=True` goes on bit for bit. A teacher is by default the model as it comes
-    in. Masks hold through every step; whatever was pruned is zero in the end, or this raises.
+    `model` is changed in place, or loaded from a folder, compressed or not, or by name. `recipe`
+    is modifiers, stages, YAML, or the path of a YAML file. `dataset` is what the Trainer takes, a
+    DataLoader, texts, or a local file of them. `training_args` are the Trainer's own or a mapping
+    of some; their `save_steps` says how often a checkpoint is saved, in `output_dir/checkpoints`,
+    from which `resume_from_checkpoint=True` goes on bit for bit. A teacher is by default the model
+    as it comes in. Masks hold through every step; whatever was pruned is zero in the end, or this
+    raises.
     """
     made = Recipe.of(recipe)
+    plan = planned(made)
     home = local(output_dir)
     resumed = resuming.find(home, made, resume_from_checkpoint) if resume_from_checkpoint else None
     module = load_model(model)
@@ -55,26 +67,87 @@ def train(
         None if eval_dataset is None else examples(eval_dataset, module, words),
         _teacher(made, module, teacher),
     )
-    held: dict[str, Tensor] = {}
-    stages = []
-    for stage in made.stages:
-        if resumed is not None and stage.name != resumed.stage:
-            continue
-        folder = resuming.folder_of(home, stage.name)
+    run = _Run(module, made, home, setup)
+    run.check_plan(plan)
+    for each in plan:
+        if resumed is None or each.stage.name == resumed.stage:
+            run.do(each, resumed)
+            resumed = None
+    run.do_at_once([modifier for each in plan for modifier in each.quantizing])
+    run.check()
+    return module, _saved(run, save_compressed=save_compressed)
+
+
+@dataclass
+class _Run:
+    """A model on its way through the stages of a recipe."""
+
+    model: Any
+    recipe: Recipe
+    home: Path
+    setup: Setup
+    held: dict[str, Tensor] = field(default_factory=dict)
+    """The masks of all weights that were pruned so far."""
+    steps: list[Step] = field(default_factory=list)
+    stages: list[TrainedStage] = field(default_factory=list)
+
+    def check_plan(self, plan: Sequence[Planned]) -> None:
+        """Raise now for what would raise only after training."""
+        modifiers = [m for each in plan for m in (*each.pruning, *each.quantizing)]
+        if modifiers:
+            check_recipe(_only(modifiers), has_data=True)
+            check_targets(_only(modifiers), self.model)
+
+    def do(self, each: Planned, resumed: Resumed | None) -> None:
+        """Prune and train, whatever of that a stage says."""
         if resumed is None:
-            resuming.begin(folder, made, held)
+            self.do_at_once(each.pruning)
+        if each.is_trained:
+            self._train(each.stage, resumed)
+
+    def check(self) -> None:
+        """Raise if a weight that was pruned is not zero."""
+        for name, mask in self.held.items():
+            weight = self.model.get_parameter(name).detach()
+            broken = int(weight[~mask.to(weight.device)].count_nonzero())
+            if broken:
+                raise MismatchError(f"{name}: {broken} weights that were pruned are not zero")
+
+    def do_at_once(self, modifiers: Sequence[Modifier]) -> None:
+        """Prune or quantize without training, and hold what is zero then."""
+        if not modifiers:
+            return
+        batches = calibration_batches(self.setup.data, self.model, self.setup.tokenizer)
+        self.steps += apply_recipe(self.model, _only(modifiers), batches)
+        for modifier in modifiers:
+            if isinstance(modifier, Pruning | ConstantPruning):
+                layers = fitting_layers(self.model, modifier.targets, modifier.ignore)
+                for name, layer in parameters_of(layers.values()).items():
+                    self.held[name] = layer.parameter.detach() != 0
+
+    def _train(self, stage: Stage, resumed: Resumed | None) -> None:
+        folder = resuming.folder_of(self.home, stage.name)
+        if resumed is None:
+            resuming.begin(folder, self.recipe, self.held)
         else:
-            held = resuming.held_in(folder)
-        found, done = train_stage(module, stage, setup, folder=folder, held=held, resumed=resumed)
-        held |= found
-        stages.append(done)
-        resumed = None
-    _check(module, held)
-    report = TrainingReport(tuple(stages), layers_of(module, held))
-    _save(module, words, home, save_compressed=save_compressed)
-    made.save(home)
-    (home / FILE).write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    return module, report
+            self.held = resuming.held_in(folder)
+            earlier = [LayerReport(name.removesuffix(".weight"), "") for name in self.held]
+            self.steps.append(Step("before the checkpoint", tuple(earlier)))
+        masks, done = train_stage(
+            self.model, stage, self.setup, folder=folder, held=self.held, resumed=resumed
+        )
+        self.held |= masks.masks
+        self.steps += masks.steps()
+        self.stages.append(done)
+
+    def report(self) -> TrainingReport:
+        """Tell what was done."""
+        found = Report.of(self.model, self.steps)
+        return TrainingReport(found.steps, found.layers, stages=tuple(self.stages))
+
+
+def _only(modifiers: Sequence[Modifier]) -> Recipe:
+    return Recipe((Stage(tuple(modifiers)),))
 
 
 def _teacher(
@@ -90,22 +163,30 @@ def _teacher(
     return teacher
 
 
-def _check(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Raise if a weight that was pruned is not zero."""
-    for name, mask in masks.items():
-        weight = model.get_parameter(name).detach()
-        broken = int(weight[~mask.to(weight.device)].count_nonzero())
-        if broken:
-            raise MismatchError(f"{name}: {broken} weights that were pruned are not zero")
+def _saved(run: _Run, *, save_compressed: bool) -> TrainingReport:
+    """Write the model, its recipe and its report beside the checkpoints, and return the report."""
+    with TemporaryDirectory(prefix=".", dir=run.home) as beside:
+        folder = Path(beside, "model")
+        folder.mkdir()
+        if isinstance(run.model, PreTrainedModel):
+            report = save_model(
+                run.model, folder, run.recipe, run.report(), save_compressed=save_compressed
+            )
+            if run.setup.tokenizer is not None:
+                run.setup.tokenizer.save_pretrained(folder)
+        else:
+            report = _save_plain(run, folder, "sparse" if save_compressed else "dense")
+        for old in run.home.glob("*.safetensors*"):
+            old.unlink()  # of an older model, perhaps in other shards
+        for path in folder.iterdir():
+            path.replace(run.home / path.name)
+    return report
 
 
-def _save(model: Any, tokenizer: Any, home: Path, *, save_compressed: bool) -> None:
-    if not hasattr(model, "save_pretrained"):
-        preset = "sparse" if save_compressed else "dense"
-        save(model.state_dict(), home / SINGLE, preset=preset)
-        return
-    (model if is_enabled(model) else enable(model)).save_pretrained(
-        home, save_compressed=save_compressed
-    )
-    if tokenizer is not None:
-        tokenizer.save_pretrained(home)
+def _save_plain(run: _Run, folder: Path, preset: str) -> TrainingReport:
+    """Write a model that is none of transformers'."""
+    summary = save(run.model.state_dict(), folder / SINGLE, preset=preset)
+    report = run.report().stored_as(preset, summary)
+    run.recipe.save(folder)
+    write_json(folder / FILE, report.to_json())
+    return report

@@ -17,7 +17,7 @@ from slimtensors.integrations.training.holding import HoldMasks
 from slimtensors.integrations.training.report import TrainedStage
 from slimtensors.integrations.training.resuming import Resumed
 from slimtensors.recipe import Stage
-from slimtensors.recipe.modifiers import Distillation, name_of
+from slimtensors.recipe.modifiers import Distillation
 from slimtensors.recipe.training.masks import Length, StageMasks, masks_of
 
 _MASKS = "masks"
@@ -43,7 +43,7 @@ def train_stage(
     folder: Path,
     held: Mapping[str, Tensor],
     resumed: Resumed | None,
-) -> tuple[dict[str, Tensor], TrainedStage]:
+) -> tuple[StageMasks, TrainedStage]:
     """Train in place; return the masks that hold in the end, and what was done.
 
     `held` are the masks that the stage begins with, `folder` is for checkpoints.
@@ -67,14 +67,13 @@ def train_stage(
         config.use_cache = use_cache  # the Trainer turns it off, which is not for the saved model
     report = TrainedStage(
         stage.name,
-        tuple(name_of(modifier) for modifier in stage.modifiers),
         length.steps,
         seconds,
         loss,
         resumed.step if resumed else 0,
-        trainer.evaluate() if setup.held_out is not None else {},
+        _evaluated(trainer) if setup.held_out is not None else {},
     )
-    return masks.masks, report
+    return masks, report
 
 
 def _trainer(model: nn.Module, stage: Stage, setup: Setup, folder: Path) -> DistillingTrainer:
@@ -118,6 +117,13 @@ def _fit(
             callback.close()
     loss: float = done.training_loss
     return loss
+
+
+def _evaluated(trainer: DistillingTrainer) -> dict[str, float]:
+    """Return what does not depend on how fast the machine is."""
+    found: dict[str, float] = trainer.evaluate()
+    times = ("_runtime", "_per_second", "epoch")
+    return {name: x for name, x in found.items() if not name.endswith(times)}
 
 
 def _restore(model: nn.Module, masks: StageMasks, resumed: Resumed) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +20,8 @@ from slimtensors.recipe.modifiers import Quantizing
 from slimtensors.recipe.oneshot.quantize import config_for
 from slimtensors.recipe.report import FILE, Report
 
+Told = TypeVar("Told", bound=Report)
+
 _SPARSE = 0.4
 """The share of zeros from which on codes are smaller with a mask than packed."""
 
@@ -32,8 +34,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def save_model(
-    model: Any, folder: Path, recipe: Recipe, report: Report, *, save_compressed: bool
-) -> Report:
+    model: Any, folder: Path, recipe: Recipe, report: Told, *, save_compressed: bool
+) -> Told:
     """Save a model with its recipe and its report, and return the report with what it took.
 
     What is quantized is stored as compressed-tensors has it, for stock loaders; what is also sparse

@@ -63,10 +63,14 @@ class MovementPruning(_Gradual):
 
     score_learning_rate: float = 1e-2
     """How fast the scores are learned that decide which weights go."""
+    score_init: str = "zeros"
+    """What scores begin with: `zeros`, as PruneBERT's, or `magnitude`, in units of the layer's
+    standard deviation: better where training is too short to learn them all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         fields.positive(self.score_learning_rate, "score_learning_rate")
+        fields.choice(self.score_init, "score_init", ("zeros", "magnitude"))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The masks of a stage that trains: which modifier prunes which weights, and when."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.pruning import find_layers, fitting_layers
+from slimtensors.quantization.algorithms import LayerReport
 from slimtensors.quantization.algorithms.layers import Layer
 from slimtensors.recipe.modifiers import (
     ConstantPruning,
@@ -19,14 +20,19 @@ from slimtensors.recipe.modifiers import (
     MovementPruning,
     name_of,
 )
+from slimtensors.recipe.report import Step
 from slimtensors.recipe.training.gradual import GradualMasks
 from slimtensors.recipe.training.held import HeldMasks
-from slimtensors.recipe.training.movement import MovementMasks
+from slimtensors.recipe.training.movement import MovementMasks, relative_magnitude
 from slimtensors.recipe.training.ranking import by_layer, of_all_layers
 from slimtensors.recipe.training.schedule import Schedule
 
 Gradual = GradualMagnitudePruning | MovementPruning
 _POWERS = {"linear": 1, "cubic": 3}
+_FIRST_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "magnitude": relative_magnitude,
+}
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Length:
 class StageMasks:
     """All masks that hold while a stage trains."""
 
-    def __init__(self, parts: Mapping[str, HeldMasks]) -> None:
-        self._parts = dict(parts)
+    def __init__(self, parts: Mapping[str, HeldMasks], steps: Sequence[Step] = ()) -> None:
+        self._parts, self._steps = dict(parts), tuple(steps)
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -59,6 +65,10 @@ class StageMasks:
             for part in self._parts.values():
                 stack.enter_context(part.during(optimizer))
             yield
+
+    def steps(self) -> tuple[Step, ...]:
+        """Tell which layers were pruned by which modifier."""
+        return self._steps
 
     def check(self) -> None:
         """Raise if a weight that is to be zero is not."""
@@ -84,6 +94,7 @@ def masks_of(
     """Return what the modifiers of a stage prune or hold, and what was `held` before it."""
     owners: dict[str, str] = {}
     parts: dict[str, HeldMasks] = {}
+    steps: list[Step] = []
     for number, modifier in enumerate(modifiers):
         part: HeldMasks
         if isinstance(modifier, ConstantPruning):
@@ -98,8 +109,11 @@ def masks_of(
             raise ConfigError(f"{name}: is pruned by {both}; ignore it in one of them")
         owners |= dict.fromkeys(part.masks, own)
         parts[f"{number}_{own}"] = part
+        steps.append(_step(modifier, part))
     others = {name: model.get_parameter(name) for name in held if name not in owners}
-    return StageMasks({**parts, **({"held": HeldMasks(others, held)} if others else {})})
+    if others:
+        parts["held"] = HeldMasks(others, held)
+    return StageMasks(parts, steps)
 
 
 def parameters_of(layers: Iterable[Layer]) -> dict[str, Layer]:
@@ -108,6 +122,13 @@ def parameters_of(layers: Iterable[Layer]) -> dict[str, Layer]:
         f"{layer.name}.weight" if layer.weight.parameter == "weight" else layer.name: layer
         for layer in layers
     }
+
+
+def _step(modifier: ConstantPruning | Gradual, part: HeldMasks) -> Step:
+    own = name_of(modifier)
+    layers = [LayerReport(name.removesuffix(".weight"), own) for name in part.masks]
+    structure = None if isinstance(modifier, ConstantPruning) else modifier.structure.name
+    return Step(own, tuple(layers), structure=structure)
 
 
 def _held(modifier: ConstantPruning, model: nn.Module, held: Mapping[str, Tensor]) -> HeldMasks:
@@ -133,8 +154,14 @@ def _gradual(
     ranking = of_all_layers(structure) if modifier.apply_globally else by_layer(structure, views)
     if isinstance(modifier, GradualMagnitudePruning):
         return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
-    rate = modifier.score_learning_rate
-    return MovementMasks(weights, allowed, schedule=schedule, ranking=ranking, rate=rate)
+    return MovementMasks(
+        weights,
+        allowed,
+        schedule=schedule,
+        ranking=ranking,
+        rate=modifier.score_learning_rate,
+        first=_FIRST_SCORES[modifier.score_init],
+    )
 
 
 def _check_structure(modifier: Gradual, layers: Mapping[str, Layer]) -> None:

@@ -5,7 +5,7 @@ with the gradient that the weight would have if all were kept, times the weight 
 the highest scores are kept.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -21,7 +21,8 @@ from slimtensors.recipe.training.schedule import Schedule
 class MovementMasks(GradualMasks):
     """Masks that follow learned scores until the schedule ends, and then stay.
 
-    What a weight was when it went is kept aside, for it to come back with.
+    Scores begin as what `first` makes of the weights, and are learned at a rate of their own. What
+    a weight was when it went is kept aside, for it to come back with.
     """
 
     def __init__(
@@ -32,8 +33,11 @@ class MovementMasks(GradualMasks):
         schedule: Schedule,
         ranking: Ranking,
         rate: float,
+        first: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
-        self._scores = {name: _blank(x) for name, x in weights.items()}
+        self._scores = {
+            name: nn.Parameter(first(x.detach().float())) for name, x in weights.items()
+        }
         self._aside = {name: torch.zeros_like(x.detach()) for name, x in weights.items()}
         self._learner = torch.optim.Adam(self._scores.values(), lr=rate)
         super().__init__(weights, masks, schedule=schedule, ranking=ranking)
@@ -83,5 +87,6 @@ class MovementMasks(GradualMasks):
         self._learner.load_state_dict(deepcopy(state["learner"]))  # or both would train on it
 
 
-def _blank(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros_like(weight, dtype=torch.float32))
+def relative_magnitude(weight: Tensor) -> Tensor:
+    """Return scores to begin with: magnitudes, in units of the standard deviation."""
+    return weight.abs() / weight.std().clamp_min(torch.finfo(weight.dtype).tiny)
