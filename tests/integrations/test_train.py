@@ -265,7 +265,7 @@ def test_a_run_goes_on_in_its_second_stage(tmp_path):
     )
     args = options(4, save_strategy="steps", save_steps=2)
     whole, _ = train(llama(), stages, Lines(), output_dir=tmp_path / "whole", training_args=args)
-    lines = KilledLines(4 * 7)
+    lines = KilledLines(1 + 4 * 7)  # the first is looked at
     with pytest.raises(KilledError):
         train(llama(), stages, lines, output_dir=tmp_path / "run", training_args=args)
     resumed, report = train(
@@ -277,6 +277,7 @@ def test_a_run_goes_on_in_its_second_stage(tmp_path):
         resume_from_checkpoint=True,
     )
     assert [stage.name for stage in report.stages] == ["second"]
+    assert {layer.sparsity for layer in report.layers if "mlp" in layer.name} == {0.75}
     assert same_weights(resumed, whole)
     assert zeros(resumed, "mlp") == 0.75
 
@@ -324,18 +325,18 @@ def tokenizer():
     )
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_labelled_texts_come_from_files(tmp_path, tokenizer, kind):
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "rows"])
+def test_labelled_texts_come_from_files_and_tables(tmp_path, tokenizer, kind):
     rows = [{"text": "b c d e", "label": 0}, {"text": "f", "label": 2}, {"text": "g", "label": 1}]
+    given = rows if kind == "rows" else tmp_path / f"data.{kind}"
     lines = [json.dumps(row) for row in rows]
     if kind == "csv":
         lines = ["text,label", *(f"{row['text']},LABEL_{row['label']}" for row in rows)]
-    path = tmp_path / f"data.{kind}"
-    path.write_text("\n".join(lines) + "\n")
+    (tmp_path / f"data.{kind}").write_text("\n".join(lines) + "\n")
     _, report = train(
         bert(),
         GradualMagnitudePruning(0.8, targets=["re:bert.encoder"]),
-        path,
+        given,
         output_dir=tmp_path / "out",
         training_args=options(3),
         tokenizer=tokenizer,
@@ -418,7 +419,7 @@ def test_an_old_run_is_not_overwritten(tmp_path):
     args = options(2, save_strategy="epoch", num_train_epochs=1, max_steps=-1)
     train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
     assert [p.name for p in points(tmp_path / "checkpoints" / "default")] == ["checkpoint-2"]
-    with pytest.raises(ConfigError, match="holds checkpoint-2, but training goes on from step 0"):
+    with pytest.raises(ConfigError, match="holds checkpoint-2; resume, or choose"):
         train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
 
 

@@ -45,3 +45,5 @@ def test_a_teacher_of_another_kind_is_refused():
         divergence(logits(2, 9), logits(2, 8), temperature=1)
     with pytest.raises(MismatchError, match="no logits to learn from: the model answers with loss"):
         answers_divergence({"loss": logits(1)}, {"logits": logits(2, 8)}, temperature=1)
+    with pytest.raises(MismatchError, match="return_dict"):
+        answers_divergence((logits(2, 8),), {"logits": logits(2, 8)}, temperature=1)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -41,8 +42,9 @@ def examples(given: Any, model: Any, tokenizer: Any) -> Examples:
         found = _loaded(given)
     elif isinstance(given, str | Path):
         found = _texts(_read(Path(given)), model, tokenizer)
-    elif isinstance(given, Sequence) and given and isinstance(given[0], str):
-        found = _texts([{"text": text} for text in given], model, tokenizer)
+    elif _holds_texts(given):
+        rows = [{"text": row} if isinstance(row, str) else row for row in given]
+        found = _texts(rows, model, tokenizer)
     else:
         found = Examples(given)
     if hasattr(found.rows, "__len__") and not len(found.rows):
@@ -50,14 +52,23 @@ def examples(given: Any, model: Any, tokenizer: Any) -> Examples:
     return found
 
 
+def _holds_texts(given: Any) -> bool:
+    """Tell whether there are texts, or rows with a text, that are not tokens yet."""
+    if not hasattr(given, "__len__") or not len(given):
+        return False
+    first = given[0]
+    is_row = isinstance(first, Mapping) and "input_ids" not in first
+    return isinstance(first, str) or (is_row and isinstance(first.get("text"), str))
+
+
 def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
     """Return the first examples, without labels, for modifiers that only look at them."""
     padded = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
-    rows = Subset(data.rows, range(min(len(data.rows), _SAMPLES)))
-    loader = DataLoader(rows, batch_size=_BATCH, collate_fn=data.collate or padded)
+    loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=data.collate or padded)
     device = next(model.parameters()).device
     return [
-        {name: x.to(device) for name, x in batch.items() if name != "labels"} for batch in loader
+        {name: x.to(device) for name, x in batch.items() if name != "labels"}
+        for batch in islice(loader, _SAMPLES // _BATCH)
     ]
 
 

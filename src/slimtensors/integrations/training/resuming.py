@@ -37,6 +37,8 @@ def folder_of(home: Path, stage: str) -> Path:
 
 def begin(folder: Path, recipe: Recipe, held: Mapping[str, Tensor]) -> None:
     """Note what a stage begins with, for a run that has to go on in it."""
+    if old := _points(folder):
+        raise ConfigError(f"{folder}: holds {old[-1].name}; resume, or choose another output_dir")
     folder.mkdir(parents=True, exist_ok=True)
     recipe.save(folder)
     if held:

@@ -22,6 +22,7 @@ from slimtensors.integrations.training.stage import Setup, train_stage
 from slimtensors.integrations.transformers.models import load_model, load_tokenizer
 from slimtensors.integrations.transformers.recipes import save_model
 from slimtensors.pruning import fitting_layers
+from slimtensors.quantization.algorithms import LayerReport
 from slimtensors.recipe import ConstantPruning, Distillation, Modifier, Recipe, Stage
 from slimtensors.recipe.modifiers import Pruning
 from slimtensors.recipe.oneshot import apply_recipe
@@ -130,6 +131,8 @@ class _Run:
             resuming.begin(folder, self.recipe, self.held)
         else:
             self.held = resuming.held_in(folder)
+            earlier = [LayerReport(name.removesuffix(".weight"), "") for name in self.held]
+            self.steps.append(Step("before the checkpoint", tuple(earlier)))
         masks, done = train_stage(
             self.model, stage, self.setup, folder=folder, held=self.held, resumed=resumed
         )

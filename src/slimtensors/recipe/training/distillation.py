@@ -39,6 +39,10 @@ def answers_divergence(
 
     `attention` is one where a token is not padding; it counts for logits of tokens.
     """
+    if not isinstance(student, Mapping) or not isinstance(teacher, Mapping):
+        raise MismatchError(
+            "answers have no names, by which logits are found; use return_dict=True"
+        )
     names = [name for name in student if name.endswith("logits")]
     if not names or not set(names) <= set(teacher):
         have = f"the model answers with {', '.join(student)}, the teacher with {', '.join(teacher)}"
