@@ -81,7 +81,9 @@ def pulls(hessian: Tensor, *, damping: float, tell: Tell) -> Tensor:
         if not failed and torch.isfinite(factor).all():
             break
         if damping >= 1:
-            raise ConfigError(f"the Hessian is not positive, even with damping {damping:g}")
+            raise ConfigError(
+                f"the Hessian is not positive, even with damping {damping:g}; calibrate on more"
+            )
         added, damping = damping, max(2 * damping, 1e-4)
         tell(f"the Hessian is singular: damping raised to {damping:g}")
     upper: Tensor = factor.flip(0, 1)
