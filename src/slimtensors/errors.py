@@ -1,17 +1,19 @@
-"""Every error this library raises on purpose::
+"""Every error this library raises on purpose.
 
-SlimError
-├── FormatError                  a file breaks the format
-│   ├── CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
-│   ├── UnsupportedVersionError  a newer library wrote it
-│   └── UnknownCodecError        it names a codec that nobody registered
-├── ConfigError                  a bad option or an unknown name
-├── MismatchError                two things that should fit do not
-├── StatusError                  a step was taken before the one it needs
-├── InUseError                   another process is writing there
-├── UnsupportedTensorError       a tensor that cannot be stored
-├── UnsupportedOperationError    an operation that compressed tensors do not have
-└── MissingDependencyError       an optional package is not installed
+They derive from each other, and from the builtin that a stranger would expect::
+
+    SlimError
+    ├── FormatError                  a file breaks the format
+    │   ├── CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
+    │   ├── UnsupportedVersionError  a newer library wrote it
+    │   └── UnknownCodecError        it names a codec that nobody registered
+    ├── ConfigError                  a bad option or an unknown name
+    ├── MismatchError                two things that should fit do not
+    ├── StatusError                  a step was taken before the one it needs
+    ├── InUseError                   another process is writing there
+    ├── UnsupportedTensorError       a tensor that cannot be stored
+    ├── UnsupportedOperationError    an operation that compressed tensors do not have
+    └── MissingDependencyError       an optional package is not installed
 """
 
 import difflib
