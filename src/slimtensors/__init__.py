@@ -54,3 +54,7 @@ def __getattr__(name: str) -> Any:
     from slimtensors.compressor import ModelCompressor
 
     return ModelCompressor
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "ModelCompressor"]

@@ -1,19 +1,21 @@
-"""Every error this library raises on purpose::
+"""Every error this library raises on purpose.
 
-SlimError
-├── FormatError                  a file breaks the format
-│   ├── CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
-│   ├── UnsupportedVersionError  a newer library wrote it
-│   └── UnknownCodecError        it names a codec that nobody registered
-├── ConfigError                  a bad option or an unknown name
-│   └── SingularError            data that says too little about the weights it flows into
-├── MismatchError                two things that should fit do not
-├── StatusError                  a step was taken before the one it needs
-├── InUseError                   another process is writing there
-├── RankError                    another process of the same run failed, or this one was stopped
-├── UnsupportedTensorError       a tensor that cannot be stored
-├── UnsupportedOperationError    an operation that compressed tensors do not have
-└── MissingDependencyError       an optional package is not installed
+They derive from each other, and from the builtin that a stranger would expect::
+
+    SlimError
+    ├── FormatError                  a file breaks the format
+    │   ├── CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
+    │   ├── UnsupportedVersionError  a newer library wrote it
+    │   └── UnknownCodecError        it names a codec that nobody registered
+    ├── ConfigError                  a bad option or an unknown name
+    │   └── SingularError            data that says too little about the weights it flows into
+    ├── MismatchError                two things that should fit do not
+    ├── StatusError                  a step was taken before the one it needs
+    ├── InUseError                   another process is writing there
+    ├── RankError                    another process of the same run failed, or this one was stopped
+    ├── UnsupportedTensorError       a tensor that cannot be stored
+    ├── UnsupportedOperationError    an operation that compressed tensors do not have
+    └── MissingDependencyError       an optional package is not installed
 """
 
 import difflib

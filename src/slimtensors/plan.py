@@ -203,7 +203,7 @@ class _Rebuilding:
     def _leaf(self, data: Json) -> Tensor:
         spec, at = Spec.from_json(data), data.get("at")
         if not isinstance(at, list) or len(at) != 2 or not all(type(n) is int for n in at):
-            raise CorruptFileError(f"a part lies at {str(at)[:80]}")
+            raise CorruptFileError(f"a part lies from one byte to another, not at {str(at)[:80]}")
         begin, end = at
         if not self._end <= begin <= end <= len(self._payload):
             raise CorruptFileError(f"a part lies at {at}, outside of its tensor or in another part")

@@ -276,7 +276,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
         assert capsys.readouterr().err == f"slimtensors: {target}: exists already; -f replaces it\n"
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
     assert run("compress", source, "-o", target, "-f", "-q") == 2  # it is no model
-    assert "holds something, but no model" in capsys.readouterr().err
+    assert "holds files, but no model" in capsys.readouterr().err
     slimtensors.save({"old": torch.ones(3)}, target)
     assert run("compress", source, "-o", target, "-f", "-q") == 0
     assert slimtensors.verify(target, against=source)

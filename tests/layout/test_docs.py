@@ -77,8 +77,9 @@ def test_the_documentation_is_made_without_a_warning_and_holds_every_public_name
     assert (done.returncode, done.stderr) == (0, "")
     made = {page.stem: page.read_text() for page in (tmp_path / "html").glob("*.html")}
     assert {page.stem for page in PAGES} - {"README"} <= made.keys()
-    for name in slimtensors.__all__:
-        assert f'id="slimtensors.{name}"' in made["api"], name
+    for module in (slimtensors, slimtensors.quantization):
+        for name in module.__all__:
+            assert f'id="{module.__name__}.{name}"' in made["api"], name
     for verb in ("compress", "env", "completion"):
         assert f'<section id="{verb}">' in made["cli"], verb
     for schema in (ROOT / "docs" / "schemas").glob("*.json"):

@@ -117,6 +117,7 @@ def test_the_public_names_are_those_that_are_listed(name):
     assert set(module.__all__) == offered(module)
     for offer in module.__all__:
         assert hasattr(module, offer), f"{name}.{offer}"
+        assert offer in dir(module), f"{name}.{offer} is offered, and not shown"
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
         module.nothing  # noqa: B018
 

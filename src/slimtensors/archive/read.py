@@ -77,7 +77,7 @@ class Archive:
     def check_whole(self) -> None:
         """Raise if this is a delta, whose tensors are not those of the model."""
         if self.delta is not None:
-            raise ConfigError(f"{self.path}: is a difference from another model; restore it")
+            raise ConfigError(f"{self.path}: is a difference from another model; restore it first")
 
     def keys(self) -> list[str]:
         """List the names of all tensors in the order they were saved, tied names last."""

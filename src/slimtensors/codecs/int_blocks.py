@@ -74,9 +74,9 @@ class IntBlocks:
         """Multiply pieces of the tensor side by side."""
         q, scale = parts["q"], parts["scale"]
         if Spec.of(q) != Spec(torch.int8, like.shape) or not like.dtype.is_floating_point:
-            raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
+            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
         if Spec.of(scale) != Spec(torch.float32, (self._blocks(like.numel),)):
-            raise CorruptFileError(f"scales of {Spec.of(scale)} for a tensor of {like}")
+            raise CorruptFileError(f"scales of {Spec.of(scale)} do not fit a tensor of {like}")
         out = empty(like if like.dtype in _BY_CORE else Spec(torch.float32, like.shape))
         codes, items = q.reshape(-1), out.view(-1)
 

@@ -88,7 +88,7 @@ class Int:
         """Multiply a piece at a time."""
         q, scale = parts["q"], parts["scale"]
         if Spec.of(q) != Spec(torch.int8, like.shape) or scale.dtype is not torch.float32:
-            raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
+            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
         rows = self._rows(q)
         if scale.numel() != rows.shape[0]:
             raise CorruptFileError(f"{scale.numel()} scales for {rows.shape[0]} rows")

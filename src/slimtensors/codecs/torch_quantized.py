@@ -40,16 +40,18 @@ class TorchQuantized:
         """Put the integers, scales and zero points together."""
         q, scale, zero_point = parts["q"], parts["scale"], parts["zero_point"]
         if Spec.of(q) != Spec(QUANTIZED[like.dtype], like.shape):
-            raise CorruptFileError(f"integers of {Spec.of(q)} for a tensor of {like}")
+            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
         q = q.clone()  # it may lie in the file's pages
         if not scale.is_floating_point() or zero_point.is_complex():
-            raise CorruptFileError(f"scales of {scale.dtype}, zero points of {zero_point.dtype}")
+            raise CorruptFileError(
+                f"{scale.dtype} cannot be scales, or {zero_point.dtype} zero points"
+            )
         if "axis" not in parts:
             if scale.numel() != 1 or zero_point.numel() != 1:
-                raise CorruptFileError("several scales and no axis")
+                raise CorruptFileError("there are several scales, but no axis")
             return torch._make_per_tensor_quantized_tensor(q, scale.item(), int(zero_point))
         if Spec.of(parts["axis"]) != Spec(torch.int64, ()):
-            raise CorruptFileError(f"an axis of {Spec.of(parts['axis'])}")
+            raise CorruptFileError(f"an axis is one int64, not {Spec.of(parts['axis'])}")
         axis = int(parts["axis"])
         if not 0 <= axis < q.dim() or not scale.shape == zero_point.shape == (q.shape[axis],):
             raise CorruptFileError(f"{scale.numel()} scales do not fit axis {axis} of {like.shape}")

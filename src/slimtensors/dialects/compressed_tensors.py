@@ -46,7 +46,7 @@ class SparseMember:
         """Return the dtype of the values, and what the part `shape` says."""
         part = self.parts["shape"]
         if part.entry.spec.dtype is not torch.int64:
-            raise CorruptFileError(f"a shape of {part.entry.spec.dtype}")
+            raise CorruptFileError(f"a shape is stored as int64, not {part.entry.spec.dtype}")
         sizes = part.read(serially).flatten()  # [n], or [n, 1] for 2:4
         return Spec(self.parts["compressed"].entry.spec.dtype, parse_shape(sizes.tolist()))
 

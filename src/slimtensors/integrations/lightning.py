@@ -45,7 +45,7 @@ class SlimCheckpointIO(CheckpointIO):
     ) -> None:
         """Write a checkpoint; one of the same name is replaced when the new one is complete."""
         if storage_options is not None:
-            raise ConfigError("SlimCheckpointIO knows no storage_options")
+            raise ConfigError("SlimCheckpointIO knows no storage_options; leave them out")
         target = local(path)
         fresh = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None

@@ -47,11 +47,11 @@ def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool
     if not target.exists():
         return
     if not replace:
-        raise ConfigError(f"{target}: exists already")
+        raise ConfigError(f"{target}: exists already; pass replace=True")
     if not target.is_dir():
         raise ConfigError(f"{target}: is a file, not a folder")
     paths = [Path(os.path.realpath(source)) for source in sources]
     if any(target in (path if path.is_dir() else path.parent).parents for path in paths):
         raise ConfigError(f"{target}: holds the source's folder and cannot be replaced")
     if any(target.iterdir()) and not any(target.rglob("*.safetensors")):
-        raise ConfigError(f"{target}: holds something, but no model, and is not replaced")
+        raise ConfigError(f"{target}: holds files, but no model, and is not replaced")

@@ -141,19 +141,21 @@ class Quantized:
         args = self.arguments
         kind: fused.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
-            raise CorruptFileError(f"codes for a tensor of {like}")
+            raise CorruptFileError(f"codes cannot stand for a tensor of {like}")
         if Spec.of(codes) != fused.stored_spec(like.shape, args, kind):
-            raise CorruptFileError(f"codes of {Spec.of(codes)} for a tensor of {like}")
+            raise CorruptFileError(f"codes of {Spec.of(codes)} do not fit a tensor of {like}")
         if args.group_size and args.group_size > 0 and like.shape[-1] % args.group_size:
-            raise CorruptFileError(f"groups of {args.group_size} for a tensor of {like}")
+            raise CorruptFileError(f"groups of {args.group_size} do not fit a tensor of {like}")
         if args.symmetric != ("zero_point" not in parts):
             raise CorruptFileError("zero points belong to asymmetric codes, and only to them")
         whole = parts.get("global_scale")
         wanted = (*like.shape[:-2], 1, 1) if len(like.shape) == 3 else (1,)
         if whole is not None and Spec.of(whole) != Spec(torch.float32, wanted):
-            raise CorruptFileError(f"a global scale of {Spec.of(whole)}")
+            raise CorruptFileError(f"a global scale is float32 {wanted}, not {Spec.of(whole)}")
         scale, zero = parts["scale"], parts.get("zero_point")
         if scale.dtype not in _FLOATS and scale.dtype is not args.scale_dtype:
-            raise CorruptFileError(f"scales of {scale.dtype}")
+            raise CorruptFileError(f"scales are floats, not {scale.dtype}")
         if zero is not None and zero.dtype is not (args.zp_dtype or torch.int8):
-            raise CorruptFileError(f"zero points of {zero.dtype}")
+            raise CorruptFileError(
+                f"zero points are {args.zp_dtype or torch.int8}, not {zero.dtype}"
+            )

@@ -94,7 +94,8 @@ class QuantizationConfig:
         given = {key: x for key, x in section.items() if key in known and x is not None}
         given.setdefault("version", None)
         if given.get("quant_method", "compressed-tensors") != "compressed-tensors":
-            raise ConfigError(f"quant_method {given['quant_method']!r} is another library's")
+            method = given["quant_method"]
+            raise ConfigError(f"quant_method {method!r} is of another library, not of ours")
         if "kv_cache_scheme" in given:
             given["kv_cache_scheme"] = QuantizationArgs.from_dict(given["kv_cache_scheme"])
         return cls(**given)

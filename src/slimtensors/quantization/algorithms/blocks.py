@@ -25,7 +25,9 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
     }
     if not lists:
-        raise ConfigError("the model has no list of equal blocks to go through one by one")
+        raise ConfigError(
+            "the model has no list of equal blocks; apply_quantization_config takes any model"
+        )
     # Experts may be more than the blocks that hold them, hence the outermost of the lists.
     outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
     name = max(outer, key=lambda n: (len(outer[n]), _size(outer[n])))
@@ -91,7 +93,9 @@ def record(model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[
         for i, batch in enumerate(batches, start=1):
             run(model, batch)
             if any(len(seen) != i for seen in calls.values()):
-                raise ConfigError("blocks that a model runs more or less than once are not known")
+                raise ConfigError(
+                    "a block does not run once for each batch; use apply_quantization_config"
+                )
     return Stack(blocks, calls, hidden)
 
 

@@ -30,7 +30,7 @@ class Mse:
     ) -> None:
         if not 0 <= maxshrink < 1 or grid < 1 or norm <= 0:
             raise ConfigError(
-                f"mse: maxshrink {maxshrink}, grid {grid} or norm {norm} is senseless"
+                f"mse: 0 <= maxshrink < 1, grid >= 1 and norm > 0, got {maxshrink}, {grid}, {norm}"
             )
         self._args = args
         self._shares = [1 - step / grid for step in range(int(maxshrink * grid) + 1)]
