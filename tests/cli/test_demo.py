@@ -74,6 +74,8 @@ def test_the_demo_leaves_models_that_load_and_checkpoints_that_are_whole(shown):
     assert is_24(slimtensors.load(folder / "sparse-24")[name])
     assert (slimtensors.load(folder / "sparse-50")[name] == 0).float().mean() >= 0.5
     assert main(["verify", str(folder / "checkpoints")]) == 0
+    codes = slimtensors.load(folder / "w4a16-gptq")
+    assert {x.dtype for x in codes.values()} == {torch.bfloat16, torch.int32, torch.int64}
     assert json.loads((folder / "w4a16-gptq/config.json").read_text())["quantization_config"]
 
 

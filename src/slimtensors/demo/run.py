@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,7 +152,7 @@ class _Making:
             self.watch.on_variant(way.name, number + 1, len(WAYS))
             target = self.folder / way.folder
             try:
-                took = _timed(lambda: way.make(self.folder / DENSE, target, seen))  # noqa: B023
+                took = _timed(partial(way.make, self.folder / DENSE, target, seen))
             except FormatError:
                 raise
             except SlimError as error:
