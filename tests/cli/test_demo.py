@@ -153,7 +153,7 @@ def test_a_full_disk_is_found_before_anything_is_done(tmp_path, capsys, monkeypa
     few = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: few)
     assert run("-o", tmp_path / "deep" / "out", "--quick") == 2
-    assert "needs about 450.0 MB, and 1.0 MB are free" in one_line(capsys)
+    assert "needs about 320.0 MB, and 1.0 MB are free" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
 
 

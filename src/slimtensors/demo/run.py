@@ -31,7 +31,7 @@ from slimtensors.report import (
 from slimtensors.summary import human
 
 DENSE, RUN = "dense", "checkpoints"
-_TRAINED_BYTES = 450_000_000
+_TRAINED_BYTES = 320_000_000
 """What all folders of the model that is trained here take together."""
 _TIMES = 6
 """How often the bytes of a model are written, in all ways together."""
