@@ -74,6 +74,8 @@ def test_the_demo_leaves_models_that_load_and_checkpoints_that_are_whole(shown):
     assert is_24(slimtensors.load(folder / "sparse-24")[name])
     assert (slimtensors.load(folder / "sparse-50")[name] == 0).float().mean() >= 0.5
     assert main(["verify", str(folder / "checkpoints")]) == 0
+    codes = slimtensors.load(folder / "w4a16-gptq")
+    assert {x.dtype for x in codes.values()} == {torch.bfloat16, torch.int32, torch.int64}
     assert json.loads((folder / "w4a16-gptq/config.json").read_text())["quantization_config"]
 
 
@@ -144,14 +146,14 @@ def test_options_that_make_no_sense_are_refused(tmp_path, capsys):
     assert "--steps" in one_line(capsys)
     (tmp_path / "there" / "diary.txt").write_text("dear diary")
     assert run("-o", tmp_path / "there", "-f", "--quick") == 2
-    assert "holds something, but no model" in one_line(capsys)
+    assert "holds files, but no model" in one_line(capsys)
 
 
 def test_a_full_disk_is_found_before_anything_is_done(tmp_path, capsys, monkeypatch):
     few = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: few)
     assert run("-o", tmp_path / "deep" / "out", "--quick") == 2
-    assert "needs about 450.0 MB, and 1.0 MB are free" in one_line(capsys)
+    assert "needs about 320.0 MB, and 1.0 MB are free" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
 
 

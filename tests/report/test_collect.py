@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from models import pruned, weights, write_folder
+from models import CONFIG, pruned, weights, write_folder
 from torch import nn
 
 import slimtensors
@@ -136,6 +136,13 @@ def test_layers_in_parts_are_shown_as_one(tmp_path):
     blind, _ = only(collect(tmp_path / "q"))
     assert blind.is_exact is None, "without the original nobody can tell"
     assert blind.error is None
+
+
+def test_what_another_library_quantized_is_shown_as_it_is_stored(tmp_path):
+    config = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    source = write_folder(tmp_path / "m", config=config, table={"a.qweight": torch.ones(8, 8)})
+    _, tensors = only(collect(source))
+    assert tensors["a.qweight"].stored.codec == "plain"
 
 
 def trained(folder, saves=5):

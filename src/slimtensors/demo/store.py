@@ -12,7 +12,7 @@ from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State, as_state
 from slimtensors.container import place
 from slimtensors.demo.text import LENGTH
-from slimtensors.folder import compress_folder, described, measuring
+from slimtensors.folder import compress_folder, described, measuring, read_config
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.by_name import is_linear, layer_of
 from slimtensors.quantized_folder import Calibration, Rewrite, calibrate_folder, quantize_folder
@@ -44,19 +44,27 @@ def _pruned(prune: Callable[[Tensor], Tensor]) -> Callable[[Path, Path, str], Su
 
 def _rounded(scheme: str) -> Callable[[Path, Path, str], Summary]:
     def make(source: Path, target: Path, text: str) -> Summary:
-        return quantize_folder(source, target, QuantizationConfig.preset(scheme, ignore=_LEFT_OUT))
+        return quantize_folder(source, target, _config(scheme, source))
 
     return make
 
 
 def _calibrated(scheme: str) -> Callable[[Path, Path, str], Summary]:
     def make(source: Path, target: Path, text: str) -> Summary:
-        config = QuantizationConfig.preset(scheme, ignore=_LEFT_OUT)
+        config = _config(scheme, source)
         samples = Calibration(text, samples=64, length=LENGTH)
         # In float32: some machines announce products of bf16 that they cannot do.
         return calibrate_folder(source, target, config, samples, dtype=torch.float32)
 
     return make
+
+
+def _config(scheme: str, source: Path) -> QuantizationConfig:
+    """Return the config of a preset that leaves out the output layer, if the model has one."""
+    is_tied = bool(read_config(source).get("tie_word_embeddings"))
+    with Archive(source) as archive:
+        ignore = [layer for layer in _LEFT_OUT if is_tied or f"{layer}.weight" in archive]
+    return QuantizationConfig.preset(scheme, ignore=ignore)
 
 
 def half(x: Tensor) -> Tensor:

@@ -40,10 +40,8 @@ class Subject:
         kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
         if kind is None:
             raise ConfigError(f"{folder}: is no model: config.json names no class of transformers")
-        if (
-            config.get("quantization_config", {}).get("quant_method", "slimtensors")
-            != "slimtensors"
-        ):
+        section = config.get("quantization_config") or {}
+        if section.get("quant_method", "slimtensors") != "slimtensors":
             raise ConfigError(f"{folder}: is quantized already; the demo begins with dense weights")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -94,13 +94,13 @@ class RemoteSite:
 
     def _check_replaceable(self) -> None:
         if not self._replace:
-            raise ConfigError(f"{self}: exists already")
+            raise ConfigError(f"{self}: exists already; pass replace=True")
         if not self._target.is_folder():
             raise ConfigError(f"{self}: is a file, not a folder")
         if any(f"{source}/".startswith(f"{self}/") for source in self._sources):
             raise ConfigError(f"{self}: holds the source and cannot be replaced")
         if not any(name.endswith(".safetensors") for name in self._target.walk()):
-            raise ConfigError(f"{self}: holds something, but no model, and is not replaced")
+            raise ConfigError(f"{self}: holds files, but no model, and is not replaced")
 
     def _clear(self, job: Json | None) -> None:
         """Remove what is there, the mark last of all: what is left cannot be taken for a model."""

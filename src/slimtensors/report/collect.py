@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slimtensors.archive import Progress
+from slimtensors.archive import Archive, Progress
 from slimtensors.archive.workers import Workers
 from slimtensors.container import StrPath
 from slimtensors.distance import norm, relative_distance
@@ -65,8 +66,8 @@ def collect_variant(
     progress: Progress | None = None,
 ) -> Variant:
     """Look at a file or a folder, as one way of several to store the same model."""
-    here = opened(source, threads=threads, progress=progress)
-    there = opened(against, threads=threads) if against is not None else None
+    here = opened(source, partial(Archive.bounds, threads=threads, progress=progress))
+    there = opened(against) if against is not None else None
     chosen = [held for held in here.tensors.values() if keep(held.stored.name)]
     bins = _BINS if len(chosen) <= _MANY else _FEW_BINS
     found: dict[str, _Seen] = {}

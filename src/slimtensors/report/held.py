@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slimtensors.archive import Archive, Progress
+from slimtensors.archive import Archive
 from slimtensors.beside import read_config
 from slimtensors.checkpoint import state_file
 from slimtensors.checkpoint.reading import StoredState
@@ -17,9 +17,9 @@ from slimtensors.errors import ConfigError, SlimError
 from slimtensors.folder import is_model
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.plans import format_of
-from slimtensors.quantized_folder.rewrite import quantization_of
+from slimtensors.quantized_folder.rewrite import COMPRESSED_TENSORS, quantization_of
 from slimtensors.spec import Each, Json, dtype_name
-from slimtensors.summary import Stored
+from slimtensors.summary import Stored, Summary
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,11 @@ class Source:
         return self.tensors.get(self.tied.get(name, name))
 
 
-def opened(
-    source: StrPath, *, threads: int | None = None, progress: Progress | None = None
-) -> Source:
-    """Find the tensors, and read everything once for their entropies."""
+def opened(source: StrPath, look: Callable[[Archive], Summary] = Archive.summary) -> Source:
+    """Find the tensors; `look` says how they are stored, and their entropies if it knows them."""
     path = state_file(source)
     archive = Archive(path)
-    found = archive.bounds(threads=threads, progress=progress).tensors
-    own = {stored.name: stored for stored in found if stored.codec != "tied"}
+    own = {stored.name: stored for stored in look(archive).tensors if stored.codec != "tied"}
     if path != source:
         return _checkpoint(StoredState(Path(source)), archive, own)
     config = _quantization(source)
@@ -81,8 +78,12 @@ def _held(archive: Archive, stored: Stored) -> Held:
 
 
 def _quantization(source: StrPath) -> QuantizationConfig | None:
+    data = read_config(source) if is_model(source) else {}
+    method = (data.get("quantization_config") or {}).get("quant_method", COMPRESSED_TENSORS)
+    if method not in (COMPRESSED_TENSORS, "slimtensors"):
+        return None  # what other libraries mean by their tensors is theirs to say
     try:
-        return quantization_of(read_config(source)) if is_model(source) else None
+        return quantization_of(data)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 

@@ -137,7 +137,7 @@ function spaced(least, worst, isLog) {
 }
 
 function mark(point, x, y, taken, width, isChosen, pick) {
-  const long = point.name.length * 6.8;
+  const long = point.name.length * 7.4;
   const spots = [
     [x + 8, y + 4], [x - 8 - long, y + 4], [x - long / 2, y - 10], [x - long / 2, y + 18],
     [x + 6, y - 9], [x - 6 - long, y - 9], [x + 6, y + 16], [x - 6 - long, y + 16],

@@ -10,6 +10,8 @@ const METRICS = {
   error: { of: (t) => t.error ?? 0, write: (x) => (100 * x).toFixed(1), about: "RMS error relative to the tensor, in per cent." },
 };
 
+const MOST_KINDS = 100;
+
 function drawLayers(variant, openTensor) {
   const rows = new Map();
   const columns = new Set();
@@ -29,7 +31,8 @@ function drawLayers(variant, openTensor) {
     return;
   }
   const stacks = new Set([...rows.values()].map((row) => row.stack));
-  const shown = [...rows.values()].filter((row) => row.cells.size > 1 || layers.length < 4);
+  const found = [...rows.values()].filter((row) => row.cells.size > 1 || layers.length < 4);
+  const shown = found.slice(0, MOST_KINDS);
   const metrics = Object.keys(METRICS).filter((m) => m !== "error" || matrices.some((t) => t.error));
   const isSparse = matrices.some((tensor) => tensor.sparsity > 0.05);
   const first = isSparse ? "sparsity" : "bits per weight";
@@ -61,7 +64,8 @@ function drawLayers(variant, openTensor) {
       return h("tr", {}, h("th", { scope: "row" }, what), cells);
     });
     box.replaceChildren(h("table", { class: "grid" }, h("caption", { class: "skip" }, about), h("thead", {}, head), h("tbody", {}, body)));
-    text.textContent = `${about} Matrices only, one column per layer.`;
+    const left = found.length > shown.length ? ` The first ${shown.length} of ${found.length} kinds.` : "";
+    text.textContent = `${about} Matrices only, one column per layer.${left}`;
   }
 
   const head = section("layers", "Layer by layer", "", box);

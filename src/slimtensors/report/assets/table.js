@@ -3,19 +3,22 @@
 const ROW = 32;
 const COLUMNS = [
   { title: "tensor", of: (t) => t.name, show: (t) => t.name, isText: true, isName: true, width: "auto" },
-  { title: "dtype", of: (t) => t.dtype, show: (t) => t.dtype, isText: true, isWide: true, width: "84px" },
+  { title: "dtype", of: (t) => t.dtype, show: (t) => t.dtype, isText: true, isExtra: true, width: "84px" },
   { title: "shape", of: items, show: (t) => t.shape.join("×") || "scalar", isWide: true, width: "108px" },
   { title: "codec", of: (t) => t.codec, show: (t) => (t.codec === "tied" ? t.note : t.codec), isText: true, isWide: true, width: "14%" },
-  { title: "dense", of: (t) => t.dense_bytes, show: (t) => bytes(t.dense_bytes), isWide: true, width: "82px" },
+  { title: "dense", of: (t) => t.dense_bytes, show: (t) => bytes(t.dense_bytes), isExtra: true, width: "82px" },
   { title: "stored", of: (t) => t.stored_bytes, show: (t) => bytes(t.stored_bytes), width: "82px" },
   { title: "bits", of: perItem, show: (t) => perItem(t).toFixed(2), width: "64px", about: "Bits per weight" },
   {
     title: "bound", of: (t) => t.bound ?? -1, show: (t) => (t.bound === null ? "" : t.bound.toFixed(2)),
-    isWide: true, width: "70px", about: "Order-0 entropy, bits per weight",
+    isExtra: true, width: "70px", about: "Order-0 entropy, bits per weight",
   },
   { title: "error", of: (t) => t.error ?? 0, show: (t) => (t.codec === "tied" ? "" : loss(t.is_exact, t.error)), width: "80px", about: "RMS, relative to the tensor" },
   { title: "zeros", of: (t) => t.sparsity, show: (t) => percent(t.sparsity), isWide: true, width: "74px", about: "Share of zeros" },
 ];
+
+// On small screens, some columns make room for names.
+const hiding = (column) => (column.isWide ? "wide" : column.isExtra ? "wide extra" : "");
 
 function items(tensor) {
   return tensor.shape.reduce((a, b) => a * b, 1);
@@ -36,11 +39,11 @@ function drawTensors(variant, openTensor) {
   const found = h("output", { "aria-live": "polite" });
   const heads = COLUMNS.map((column) => h(
     "th",
-    { scope: "col", class: [column.isText && "text", column.isWide && "wide"].filter(Boolean).join(" ") },
+    { scope: "col", class: [column.isText ? "text" : "", hiding(column)].join(" ") },
     h("button", { type: "button", title: column.about ?? false, onclick: () => sortBy(column) }, column.title),
   ));
   const body = h("tbody");
-  const columns = COLUMNS.map((column) => h("col", { class: column.isWide ? "wide" : column.isText ? "" : "number", vars: { "--width": column.width } }));
+  const columns = COLUMNS.map((column) => h("col", { class: hiding(column) || (column.isText ? "" : "number"), vars: { "--width": column.width } }));
   const table = h("table", { "aria-label": "Tensors" }, h("colgroup", {}, columns), h("thead", {}, h("tr", {}, heads)), body);
   const box = h("div", { class: "card long", tabindex: "-1" }, table);
 
@@ -84,7 +87,7 @@ function drawTensors(variant, openTensor) {
     const cells = COLUMNS.map((column) => h(
       "td",
       {
-        class: [column.isText && "text", column.isName && "name", column.isWide && "wide", column.title === "error" && tensor.is_exact === false && "loss"].filter(Boolean).join(" "),
+        class: [column.isText && "text", column.isName && "name", hiding(column), column.title === "error" && tensor.is_exact === false && "loss"].filter(Boolean).join(" "),
         title: column.isText ? column.show(tensor) : false,
       },
       column.isName ? h("bdi", {}, column.show(tensor)) : column.show(tensor),
