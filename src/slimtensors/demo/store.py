@@ -10,9 +10,10 @@ from torch import Tensor
 from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State, as_state
+from slimtensors.beside import read_config
 from slimtensors.container import place
 from slimtensors.demo.text import LENGTH
-from slimtensors.folder import compress_folder, described, measuring, read_config
+from slimtensors.folder import compress_folder, described, measuring
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.by_name import is_linear, layer_of
 from slimtensors.quantized_folder import Calibration, Rewrite, calibrate_folder, quantize_folder
