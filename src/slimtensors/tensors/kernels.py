@@ -69,6 +69,8 @@ class Kernels:
         count = x.numel() // max(columns, 1)
         if x.device.type != "cpu" or x.dtype not in _FLOATS or count == 0:
             return None
+        if x.dtype.itemsize > self.scale.dtype.itemsize:  # which the numbers are rounded to
+            return None
         flat = x.detach().reshape(count, columns)
         if self.for_torch and count <= _VERY_FEW and x.dtype is torch.bfloat16:
             flat = flat.contiguous()
