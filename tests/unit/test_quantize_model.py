@@ -45,7 +45,7 @@ from slimtensors.quantization.algorithms import (
     rtn,
 )
 from slimtensors.quantization.algorithms.blocks import find_blocks, ready, record
-from slimtensors.quantization.algorithms.layers import Layer
+from slimtensors.quantization.algorithms.layers import Layer, layers_of
 from slimtensors.quantization.algorithms.round import round_layer
 from slimtensors.quantization.algorithms.work import STATE
 from slimtensors.quantization.layers import Weight
@@ -460,3 +460,17 @@ def test_bad_input_is_refused(dense):
         quantized(broken, config())
     with pytest.raises(ConfigError, match="no list of equal blocks"):
         quantize_model(nn.Sequential(nn.Linear(16, 16)), config(), calibration=[torch.ones(1, 16)])
+
+
+def test_a_hessian_that_cannot_be_inverted_is_fallen_back_from():
+    model = llama()
+    apply_quantization_config(model, config())
+    layer = next(each for each in layers_of(model).values() if each.args)
+    columns = layer.matrix.shape[1]
+    bad = Hessian(columns)
+    bad.add(torch.randn(4, columns))
+    bad._sum = 2 * torch.eye(columns) - torch.ones(columns, columns)
+    result, report = round_layer(layer, GPTQ(), {(layer.name, 0): bad})
+    assert report.method == "rtn"
+    assert "not positive, even with damping 1.28: rounded to nearest" in report.notes[-1]
+    assert torch.equal(result.weight, rtn(layer.matrix, layer.args).weight)
