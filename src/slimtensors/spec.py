@@ -178,7 +178,7 @@ def check_storable(name: str, x: object) -> Tensor:
 def _extent(x: Tensor) -> int:
     """Return how many bytes of its storage a tensor reaches."""
     if x.is_contiguous():
-        return (x.storage_offset() + x.numel()) * x.element_size() if x.numel() else 0
+        return int(x.storage_offset() + x.numel()) * x.element_size() if x.numel() else 0
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset() + last + 1) * x.element_size()
 
