@@ -98,7 +98,7 @@ class Together:
             return
         rank, _, why = self._get("failed").decode().partition(": ")
         if int(rank) != self.rank:
-            raise RankError(f"stopped, because rank {rank} failed: {why}")
+            raise RankError(f"stopped, because rank {rank} could not go on: {why}")
 
     def _check_alive(self, rank: int, signs: dict[int, tuple[bytes, float]]) -> None:
         key, now = f"alive/{rank}", time.monotonic()

@@ -53,7 +53,7 @@ def progress(total: int, what: str, ranks: Ranks) -> Iterator[Callable[[int], ob
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise RankError("told to stop, probably because another rank failed; run it again to go on")
+    raise RankError("told to stop, as when another rank ends early; run it again to go on")
 
 
 def _tell(ranks: Together, error: BaseException) -> None:

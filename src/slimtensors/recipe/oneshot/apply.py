@@ -81,4 +81,4 @@ def _do(
         layers = fitting_layers(model, modifier.targets, modifier.ignore)
         held.hold(layers.values(), from_share=0)
         return Step(name_of(modifier))
-    raise ConfigError("needs training")
+    raise ConfigError("needs training: pass the recipe to slimtensors.transformers.train")
