@@ -15,6 +15,8 @@ from pathlib import Path
 import measure
 import torch
 from quality import Llama
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 PEER = "llm-compressor"
 CASES = ("50 % SparseGPT", "70 % SparseGPT", "2:4 SparseGPT", "W4 g128 GPTQ")
@@ -49,7 +51,7 @@ def started(options, case, who):
     command = [sys.executable, __file__, "--folder", options.folder, "--run", case, who]
     command += ["--quick"] * options.quick
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(x for x in done.stdout.splitlines() if x.startswith("{")))
 
 
 def run(llama, case, who):
@@ -99,8 +101,15 @@ def peer(case, batches):
         "max_seq_length": ids.shape[1],
         "batch_size": len(batches[0]["input_ids"]),
         "shuffle_calibration_samples": False,
+        "processor": tokenizer(),
     }
     return lambda model: oneshot(model=model, recipe=recipe, **options)
+
+
+def tokenizer():
+    """Return one that it asks for and does not use, for there are tokens."""
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?")
 
 
 if __name__ == "__main__":
