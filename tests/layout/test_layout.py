@@ -92,9 +92,10 @@ PUBLIC = [
     *(f"slimtensors.{name}" for name in ("checkpoint", "codecs", "quantization", "tensors")),
     *(
         f"slimtensors.{name}"
-        for name in ("quantization.algorithms", "quantized_folder", "sparsity")
+        for name in ("quantization.algorithms", "quantized_folder", "sparsity", "pruning")
     ),
     *(f"slimtensors.{name}" for name in ("transformers", "transformers.compression")),
+    *(f"slimtensors.{name}" for name in ("distributed", "recipe", "report")),
 ]
 """The packages from which users import, beside modules that are all their own."""
 

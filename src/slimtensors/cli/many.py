@@ -38,7 +38,8 @@ def ranks_of(options: argparse.Namespace) -> Iterator[Ranks]:
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself, and first says why
         _tell(ranks, error)
-        raise _named(error, ranks.rank) from error.__cause__
+        named = _named(error, ranks.rank)
+        raise named from error.__cause__
     signal.signal(signal.SIGTERM, before)
 
 
