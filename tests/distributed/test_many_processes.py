@@ -197,7 +197,7 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path):
     assert isinstance(second, MismatchError)
     assert "its preset is lossless, here it is sparse" in str(second)
     assert isinstance(first, RankError)
-    assert "rank 1 failed" in str(first)
+    assert "rank 1 could not go on" in str(first)
     assert not (tmp_path / "small").exists()
 
 
