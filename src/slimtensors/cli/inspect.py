@@ -65,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--against and --force go with --html")
     if is_run(options.source):
         return _run_folder(options)
+    if is_report(options.source) or _recipe(options.source):
+        raise ConfigError(f"{options.source}: is a report; --html FILE makes a page of it")
     keep = matching(options.only, options.skip)
     with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
@@ -91,7 +93,7 @@ def _page(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> Report:
     source = options.source
-    recipe = read_recipe(source) if Path(source).is_file() else None
+    recipe = _recipe(source)
     if not (is_report(source) or is_run(source) or recipe):
         return _collected(options)
     if options.only or options.skip or options.against:
@@ -101,6 +103,11 @@ def _report(options: argparse.Namespace) -> Report:
     return (
         read_report(source) if is_report(source) else collect_run(source, threads=options.threads)
     )
+
+
+def _recipe(source: str) -> Json | None:
+    """Return the report of a recipe if this is its file, and not a folder that has one."""
+    return read_recipe(source) if Path(source).is_file() else None
 
 
 def _collected(options: argparse.Namespace) -> Report:
