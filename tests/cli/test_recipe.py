@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 import slimtensors
 from slimtensors.cli import main
 from slimtensors.recipe import Recipe
+from slimtensors.report import collect
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
 RECIPE = """
@@ -59,6 +60,11 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == data
+    assert collect(tmp_path / "out").recipe == data
+    for shown in (tmp_path / "out", tmp_path / "out" / "report.json"):
+        assert run("inspect", shown, "--html", tmp_path / "page.html", "-f") == 0
+        assert '"modifier":"SparseGPT"' in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
     assert run(*words, "-f", "-q") == 0
     assert capsys.readouterr().out == ""
 

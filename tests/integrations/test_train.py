@@ -2,7 +2,9 @@
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from hf.tiny import bert, llama, same_weights
@@ -29,6 +31,7 @@ from slimtensors.recipe import (
 from slimtensors.recipe.training import divergence
 from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder, train
 
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
 MLP = ["re:.*mlp"]
 ATTENTION = ["re:.*self_attn"]
 
@@ -113,6 +116,7 @@ def test_a_model_is_trained_pruned_and_written(tmp_path):
     assert Recipe.load(tmp_path / "recipe.yaml") == Recipe.of(recipe)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data == json.loads(json.dumps(report.to_json()))
+    jsonschema.validate(data, json.loads(SCHEMA.read_text()), jsonschema.Draft202012Validator)
     assert data["stages"][0]["steps"] == 6
     assert data["stages"][0]["evaluation"]["eval_loss"] > 0
     by_name = {layer.name: layer for layer in report.layers}

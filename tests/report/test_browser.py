@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from report.browser import BROWSER, View, started
+from report.test_collect import RECIPE
 
 from slimtensors.report import Histogram, Link, Report, TensorReport, Variant, write_page
 from slimtensors.summary import Stored
@@ -228,3 +229,22 @@ def test_a_chain_of_checkpoints_is_shown_by_step(view):
     assert "2 checkpoints in 1.2 kB instead of 2.0 kB" in seen.all("#checkpoints .head p")[0]
     rows = seen.page.locator("#checkpoints tbody tr").all_inner_texts()
     assert rows[1].split("\t")[:4] == ["step-2", "2", "delta", "step-1"]
+
+
+def test_a_recipe_is_shown_layer_by_layer(view):
+    recipe = {**RECIPE, "notes": [HOSTILE[1]]}
+    recipe["stages"] = [{"name": "tune", "steps": 1200, "seconds": 9.0, "loss": 1.25}]
+    seen = view(replace(many(0), variants=[], recipe=recipe), width=390)
+    assert seen.all("#recipe .figures dd")[:2] == ["5.000 → 5.500", "0.01000"]
+    stages, changes = seen.page.locator("#recipe tbody").all_inner_texts()
+    assert stages.split("\t") == ["tune", "1,200", "1.2500", "9.0 s"]
+    assert changes.split("\t")[:5] == ["up", "GPTQ", "gptq", "1.00 %", "2.00 %"]
+    assert changes.split("\t")[5:] == ["0.99000", "50.0 %", "4.25", "500 ms"]
+    assert seen.all("#recipe .notes li") == [HOSTILE[1], "GPTQ: saw few tokens"]
+    assert seen.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    broken = {
+        **recipe,
+        "sparsity": None,
+        "quality": {"cosine": None, "kl": None, "perplexity": None},
+    }
+    assert view(replace(many(3), recipe=broken)).all("#recipe .figures dd")[0] == "\u2013"

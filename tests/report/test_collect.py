@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import jsonschema
@@ -15,7 +16,9 @@ from slimtensors.checkpoint import checkpointing
 from slimtensors.cli import main
 from slimtensors.errors import CorruptFileError, MismatchError, UnsupportedVersionError
 from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantization.algorithms import LayerReport
 from slimtensors.quantized_folder import quantize_folder
+from slimtensors.recipe import LayerState
 from slimtensors.report import Report, collect, collect_run, is_report, read_report, write_report
 from slimtensors.spec import DTYPES
 
@@ -200,6 +203,50 @@ def test_what_is_no_report_is_refused(tmp_path):
     path.write_text(json.dumps(good | {"version": 2}))
     with pytest.raises(UnsupportedVersionError, match="update slimtensors"):
         read_report(path)
+
+
+RECIPE = {
+    "steps": [
+        {
+            "modifier": "GPTQ",
+            "layers": [LayerReport("up", "gptq", 0.01, 0.02, 1e-3, 0.99, 64, 0.5).to_json()],
+            "notes": ["saw few tokens"],
+            "structure": None,
+            "seconds": 0.5,
+        }
+    ],
+    "layers": [asdict(LayerState("up", 4096, 0.5, "2:4", 4.25))],
+    "notes": [],
+    "quality": {"cosine": 0.99, "kl": 0.01, "perplexity": [5.0, 5.5]},
+    "format": "pack-quantized",
+    "stored_bytes": 2304,
+    "sparsity": 0.5,
+}
+
+
+def test_what_a_recipe_did_is_shown_with_the_model(tmp_path):
+    slimtensors.save(weights(), tmp_path / "model.safetensors")
+    assert collect(tmp_path).recipe is None
+    (tmp_path / "report.json").write_text(json.dumps(RECIPE))
+    assert checked(collect(tmp_path))["recipe"] == RECIPE
+    (tmp_path / "report.json").write_text(json.dumps(RECIPE | {"sparsity": math.nan}))
+    assert checked(collect(tmp_path))["recipe"]["sparsity"] is None
+    for others in ("{", "[]", '{"steps": 3}'):
+        (tmp_path / "report.json").write_text(others)
+        assert collect(tmp_path).recipe is None
+
+
+def test_half_a_report_of_a_recipe_is_refused(tmp_path, capsys):
+    for bad in ({"steps": [{}]}, {"layers": [{}]}, {"layers": 3}):
+        (tmp_path / "report.json").write_text(json.dumps(RECIPE | bad))
+        assert run("inspect", tmp_path / "report.json", "--html", tmp_path / "p.html") == 3
+        assert "is no whole report of a recipe" in capsys.readouterr().err
+    (tmp_path / "report.json").write_text(json.dumps(RECIPE))
+    words = ["inspect", tmp_path / "report.json", "--html", tmp_path / "p.html"]
+    assert run(*words, "--only", "up") == 2
+    assert "is shown as a whole" in capsys.readouterr().err
+    assert run("inspect", tmp_path / "report.json") == 2
+    assert "--html FILE makes a page of it" in capsys.readouterr().err
 
 
 def test_a_page_is_written_whole_and_replaces_only_if_told(tmp_path, capsys):

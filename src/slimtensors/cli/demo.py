@@ -17,7 +17,7 @@ from slimtensors.errors import ConfigError
 from slimtensors.report import Variant
 from slimtensors.summary import counted, human
 
-_HEAD = ("stored as", "size", "smaller", "bits/weight", "perplexity", "save", "load", "back")
+_HEAD = ("stored as", "size", "smaller", "bits/weight", "perplexity", "save", "load", "comes back")
 _STEPS, _QUICK_STEPS = 600, 8
 
 
@@ -29,10 +29,17 @@ def add_to(verbs: "console.Verbs") -> None:
         "train a small model, or take yours, store it in every way, show what that costs",
         "slimtensors demo -o demo-output\n  slimtensors demo --model my-model -o my-model-demo",
     )
-    verb.add_argument("-o", "--output", type=Path, default=Path("demo-output"), metavar="FOLDER")
+    verb.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        metavar="FOLDER",
+        help="where everything goes (default: demo-output)",
+    )
     verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
     verb.add_argument("--model", type=Path, metavar="FOLDER", help="a model, instead of a new one")
-    verb.add_argument("--steps", type=int, metavar="N", help=f"train so many (default: {_STEPS})")
+    verb.add_argument("--steps", type=int, metavar="N", help=f"steps to train (default: {_STEPS})")
     verb.add_argument("--quick", action="store_true", help="a smaller model, hardly trained")
     verb.set_defaults(run=run)
 
@@ -40,7 +47,8 @@ def add_to(verbs: "console.Verbs") -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table, a sentence of two models, and where the page is."""
     console.refuse_existing(str(options.output), force=options.force)
-    steps = options.steps or (_QUICK_STEPS if options.quick else _STEPS)
+    usual = _QUICK_STEPS if options.quick else _STEPS
+    steps = usual if options.steps is None else options.steps
     if steps < 2 or (options.steps is not None and options.model is not None):
         raise ConfigError("--steps goes without --model, and is at least 2")
     chosen = Options(options.output, options.model, steps, options.quick, options.force)
@@ -51,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}: left out: {why}")
     for name, sentence in outcome.sentences.items():
         print(f"\n{name} writes: {sentence}")
+    if options.quick and options.model is None:
+        print("\n--quick hardly trains the model: sizes tell something, perplexities do not.")
     print(f"\nLook at {options.output / 'report.html'} in a browser; the models are beside it.")
     is_exact = all(v.is_exact for v in outcome.report.variants if v.name in ("dense", "lossless"))
     return 0 if is_exact and (outcome.chain is None or outcome.chain.is_exact) else 1

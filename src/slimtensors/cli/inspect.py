@@ -2,7 +2,9 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from slimtensors.archive import Archive
 from slimtensors.beside import read_config
@@ -11,7 +13,16 @@ from slimtensors.cli import console
 from slimtensors.cli.card import card
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching
-from slimtensors.report import Report, collect, collect_run, is_report, read_report, write_page
+from slimtensors.report import (
+    Report,
+    collect,
+    collect_run,
+    is_report,
+    new_report,
+    read_recipe,
+    read_report,
+    write_page,
+)
 from slimtensors.spec import Json
 from slimtensors.summary import Stored, Summary, human
 
@@ -54,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--against and --force go with --html")
     if is_run(options.source):
         return _run_folder(options)
+    if is_report(options.source) or _recipe(options.source):
+        raise ConfigError(f"{options.source}: is a report; --html FILE makes a page of it")
     keep = matching(options.only, options.skip)
     with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
@@ -73,17 +86,28 @@ def run(options: argparse.Namespace) -> int:
 def _page(options: argparse.Namespace) -> int:
     """Write all there is to see to one file."""
     console.refuse_existing(options.html, force=options.force)
-    is_whole = is_run(options.source) or is_report(options.source)
-    if is_whole and (options.only or options.skip or options.against):
-        raise ConfigError(f"{options.source}: is shown as a whole, without --only or --against")
-    if is_report(options.source):
-        write_page(read_report(options.source), options.html)
-    elif is_run(options.source):
-        write_page(collect_run(options.source, threads=options.threads), options.html)
-    else:
-        write_page(_collected(options), options.html)
+    write_page(_report(options), options.html)
     print(f"{options.html}: open it in a browser")
     return 0
+
+
+def _report(options: argparse.Namespace) -> Report:
+    source = options.source
+    recipe = _recipe(source)
+    if not (is_report(source) or is_run(source) or recipe):
+        return _collected(options)
+    if options.only or options.skip or options.against:
+        raise ConfigError(f"{source}: is shown as a whole, without --only or --against")
+    if recipe:
+        return replace(new_report(Path(source).resolve().parent.name, []), recipe=recipe)
+    return (
+        read_report(source) if is_report(source) else collect_run(source, threads=options.threads)
+    )
+
+
+def _recipe(source: str) -> Json | None:
+    """Return the report of a recipe if this is its file, and not a folder that has one."""
+    return read_recipe(source) if Path(source).is_file() else None
 
 
 def _collected(options: argparse.Namespace) -> Report:

@@ -1,27 +1,30 @@
 """The ways to store a model that the demo shows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from slimtensors import presets
 from slimtensors.archive import Archive
-from slimtensors.archive.state import Item, State, as_state
 from slimtensors.beside import read_config
-from slimtensors.container import place
 from slimtensors.demo.text import LENGTH
-from slimtensors.folder import compress_folder, described, measuring
+from slimtensors.folder import compress_folder
+from slimtensors.pruning import (
+    Groups,
+    SparseGPT,
+    Structure,
+    Unstructured,
+    find_layers,
+    prune_model,
+)
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantization.by_name import is_linear, layer_of
-from slimtensors.quantized_folder import Calibration, Rewrite, calibrate_folder, quantize_folder
-from slimtensors.sparsity import Sparsity
-from slimtensors.spec import Each, Json
+from slimtensors.quantized_folder import Calibration, calibrate_folder, quantize_folder
 from slimtensors.summary import Summary
 
 _LEFT_OUT = ["lm_head"]
+_RUN_IN = torch.float32
+"""Where a method runs the model: some machines announce products of bf16 that they cannot do."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,27 @@ def _compressed(preset: str) -> Callable[[Path, Path, str], Summary]:
     return lambda source, target, text: compress_folder(source, target, preset=preset)
 
 
-def _pruned(prune: Callable[[Tensor], Tensor]) -> Callable[[Path, Path, str], Summary]:
-    return lambda source, target, text: prune_folder(source, target, prune)
+def _pruned(structure: Structure) -> Callable[[Path, Path, str], None]:
+    def make(source: Path, target: Path, text: str) -> None:
+        from slimtensors.integrations.transformers.models import load_model, load_tokenizer
+        from slimtensors.integrations.transformers.saving import enable
+
+        model, tokenizer = load_model(source), load_tokenizer(source)
+        assert tokenizer is not None, "models without one are refused"
+        own = model.dtype
+        shares = dict.fromkeys(find_layers(model, ["Linear"], _LEFT_OUT), 0.5)
+        samples = _samples(text).batches(tokenizer)
+        prune_model(
+            model.to(_RUN_IN),
+            shares,
+            method=SparseGPT(),
+            structure=structure,
+            calibration=samples,
+        )
+        enable(model.to(own), preset="lossless").save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+    return make
 
 
 def _rounded(scheme: str) -> Callable[[Path, Path, str], Summary]:
@@ -53,11 +75,13 @@ def _rounded(scheme: str) -> Callable[[Path, Path, str], Summary]:
 def _calibrated(scheme: str) -> Callable[[Path, Path, str], Summary]:
     def make(source: Path, target: Path, text: str) -> Summary:
         config = _config(scheme, source)
-        samples = Calibration(text, samples=64, length=LENGTH)
-        # In float32: some machines announce products of bf16 that they cannot do.
-        return calibrate_folder(source, target, config, samples, dtype=torch.float32)
+        return calibrate_folder(source, target, config, _samples(text), dtype=_RUN_IN)
 
     return make
+
+
+def _samples(text: str) -> Calibration:
+    return Calibration(text, samples=64, length=LENGTH)
 
 
 def _config(scheme: str, source: Path) -> QuantizationConfig:
@@ -68,25 +92,20 @@ def _config(scheme: str, source: Path) -> QuantizationConfig:
     return QuantizationConfig.preset(scheme, ignore=ignore)
 
 
-def half(x: Tensor) -> Tensor:
-    """Zero the smaller half of a matrix."""
-    limit = x.abs().float().flatten().kthvalue(max(x.numel() // 2, 1)).values
-    return torch.where(x.abs().float() > limit, x, torch.zeros_like(x))
-
-
-def two_of_four(x: Tensor) -> Tensor:
-    """Zero the two smallest of every four neighbours."""
-    if x.shape[-1] % 4:
-        return x
-    groups = x.reshape(-1, 4)
-    smallest = groups.abs().float().argsort(dim=1)[:, :2]
-    return groups.scatter(1, smallest, 0).view_as(x)
-
-
 WAYS = (
     Way("lossless", "lossless", "Every bit, in fewer.", _compressed("lossless")),
-    Way("sparse 50 %", "sparse-50", "The smaller half of each matrix is zero.", _pruned(half)),
-    Way("sparse 2:4", "sparse-24", "Two of every four weights are zero.", _pruned(two_of_four)),
+    Way(
+        "sparse 50 %",
+        "sparse-50",
+        "Half of the weights are zero, and the others make up for them.",
+        _pruned(Unstructured()),
+    ),
+    Way(
+        "sparse 2:4",
+        "sparse-24",
+        "Two of every four weights are zero, and the others make up for them.",
+        _pruned(Groups(2, 4)),
+    ),
     Way("int8", "int8", "8-bit integers, a scale per 128 weights.", _rounded("W8A16")),
     Way("W4A16 RTN", "w4a16-rtn", "4-bit integers, each the nearest one.", _rounded("W4A16")),
     Way(
@@ -97,34 +116,3 @@ WAYS = (
     ),
     Way("extreme", "extreme", "8-bit integers, entropy-coded.", _compressed("extreme")),
 )
-
-
-def prune_folder(source: Path, target: Path, prune: Callable[[Tensor], Tensor]) -> Summary:
-    """Write a model folder whose linear layers are pruned, and stored losslessly after that."""
-    found: dict[str, Sparsity] = {}
-    with Archive(source) as archive:
-
-        def state(part: Archive) -> State:
-            whole = as_state(part)
-            return replace(whole, items=[_masked(item, prune) for item in whole.items])
-
-        def edit(config: Json, summary: Summary) -> Json:
-            return described(config, summary, found, preset="lossless", dialect="slim")
-
-        choose = measuring(presets.lossless, found)
-        return Rewrite().run(
-            archive, place(source), target, edit, choose=choose, dialect="slim", state=state
-        )
-
-
-def _masked(item: Item, prune: Callable[[Tensor], Tensor]) -> Item:
-    layer = layer_of(item.name, item.spec)
-    if layer is None or not is_linear(layer) or layer in _LEFT_OUT:
-        return item
-
-    def read(each: Each) -> Tensor:
-        x = item.read(each)
-        assert isinstance(x, Tensor), "an archive gives tensors"
-        return prune(x)
-
-    return replace(item, read=read)

@@ -6,6 +6,7 @@ from slimtensors.report.data import Link, Report, TensorReport, Variant
 from slimtensors.report.files import is_report, read_report, write_report
 from slimtensors.report.histogram import Histogram
 from slimtensors.report.page import page, write_page
+from slimtensors.report.recipe import read_recipe
 
 __all__ = [
     "Histogram",
@@ -20,6 +21,7 @@ __all__ = [
     "links",
     "new_report",
     "page",
+    "read_recipe",
     "read_report",
     "write_page",
     "write_report",

@@ -20,6 +20,7 @@ from slimtensors.folder import Keep
 from slimtensors.report.data import Report, TensorReport, Variant
 from slimtensors.report.held import Held, Source, opened
 from slimtensors.report.histogram import histogram, sample
+from slimtensors.report.recipe import read_recipe
 from slimtensors.sparsity import count_zeros
 from slimtensors.spec import Each, Spec, as_bytes, dtype_name
 from slimtensors.summary import Stored
@@ -45,7 +46,7 @@ def collect(
     variant = collect_variant(
         source, title, against=against, keep=keep, threads=threads, progress=progress
     )
-    return new_report(title, [variant])
+    return replace(new_report(title, [variant]), recipe=read_recipe(source))
 
 
 def new_report(title: str, variants: list[Variant]) -> Report:

@@ -145,6 +145,8 @@ class Report:
     """The version of this library."""
     variants: Sequence[Variant] = ()
     checkpoints: Sequence[Link] = ()
+    recipe: Json | None = None
+    """What was done to it, as `docs/schemas/recipe-report.json` describes."""
 
     def to_json(self) -> Json:
         """Return the JSON form."""
@@ -159,6 +161,7 @@ class Report:
                 asdict(link) | {"metrics": {k: _finite(x) for k, x in link.metrics.items()}}
                 for link in self.checkpoints
             ],
+            "recipe": self.recipe,
         }
 
     @classmethod
@@ -175,6 +178,7 @@ class Report:
                 data["writer"],
                 [Variant.from_json(variant) for variant in data["variants"]],
                 [Link(**link) for link in data["checkpoints"]],
+                data["recipe"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"is no whole report: {error}") from error

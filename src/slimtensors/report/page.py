@@ -8,7 +8,18 @@ from importlib.resources import files
 from slimtensors.container import StrPath, local
 from slimtensors.report.data import Report
 
-_SCRIPTS = ("format", "shape", "charts", "treemap", "layers", "table", "detail", "chain", "main")
+_SCRIPTS = (
+    "format",
+    "shape",
+    "charts",
+    "treemap",
+    "layers",
+    "table",
+    "detail",
+    "chain",
+    "recipe",
+    "main",
+)
 """In the order in which they need each other."""
 
 

@@ -77,6 +77,6 @@ function section(id, title, about, ...content) {
   element.hidden = false;
   const head = h("div", { class: "head" }, h("h2", { id: `${id}-title` }, title), h("p", {}, about));
   element.setAttribute("aria-labelledby", `${id}-title`);
-  element.replaceChildren(head, ...content);
+  element.replaceChildren(head, ...content.filter(Boolean));
   return head;
 }

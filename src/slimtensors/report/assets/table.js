@@ -13,7 +13,7 @@ const COLUMNS = [
     title: "bound", of: (t) => t.bound ?? -1, show: (t) => (t.bound === null ? "" : t.bound.toFixed(2)),
     isExtra: true, width: "70px", about: "Order-0 entropy, bits per weight",
   },
-  { title: "error", of: (t) => t.error ?? 0, show: (t) => (t.codec === "tied" ? "" : loss(t.is_exact, t.error)), width: "80px", about: "RMS, relative to the tensor" },
+  { title: "error", of: (t) => t.error ?? 0, show: (t) => (t.codec === "tied" ? "" : loss(t.is_exact, t.error)), width: "92px", about: "RMS, relative to the tensor" },
   { title: "zeros", of: (t) => t.sparsity, show: (t) => percent(t.sparsity), isWide: true, width: "74px", about: "Share of zeros" },
 ];
 
