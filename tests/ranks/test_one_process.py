@@ -17,6 +17,7 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
+from slimtensors.checkpoint.commit import replace_folder
 from slimtensors.distributed import StorageReader, StorageWriter
 from slimtensors.distributed.manifest import read_manifest
 from slimtensors.errors import ConfigError
@@ -175,6 +176,35 @@ def test_an_existing_checkpoint_is_refused_or_replaced_whole(tmp_path):
     save(state(1), tmp_path / "a", overwrite=True)
     assert same_states(load(tmp_path / "a", state()), state(1))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
+    save(state(), tmp_path / "a")
+    save(later(state()), tmp_path / "b", base=tmp_path / "a")
+    with pytest.raises(CheckpointException, match="because b is a difference from it"):
+        save(state(1), tmp_path / "a", overwrite=True)
+    assert same_states(load(tmp_path / "b", state()), later(state()))
+    save(state(), tmp_path / "b", overwrite=True)
+    save(state(1), tmp_path / "a", overwrite=True)
+
+
+def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
+    save(state(), tmp_path / "a")
+    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-tmp")
+    writer = StorageWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="out of order"):
+        dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
+    assert same_states(load(hidden, state()), state())
+    save(state(1), tmp_path / "a")
+    save(state(2), tmp_path / "a", overwrite=True)
+    assert not hidden.exists()
+
+
+def test_a_folder_keeps_its_name_if_the_new_one_cannot_take_it(tmp_path):
+    save(state(), tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "gone", tmp_path / "a")
+    assert same_states(load(tmp_path / "a", state()), state())
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path):

@@ -144,6 +144,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptFileError(f"{path}: {error}") from error
 
 
+def base_name(folder: Path) -> str | None:
+    """Return the folder from which a checkpoint says to be a difference, reading only the head."""
+    with (folder / MANIFEST).open(encoding="utf-8", errors="replace") as file:
+        line = next((line for line in file if line.startswith('"base": ')), '"base": null')
+    try:
+        base = json.loads("{" + line.rstrip(",\n") + "}")["base"]
+        return str(base["name"]) if base is not None else None
+    except (ValueError, TypeError, KeyError):  # damaged: it needs nothing any more
+        return None
+
+
 def is_distributed(folder: Path) -> bool:
     """Tell whether a folder holds a distributed checkpoint that was completed."""
     return (folder / MANIFEST).is_file()
