@@ -8,11 +8,11 @@ from typing import Any
 
 from slimtensors import _core
 from slimtensors.checkpoint.commit import write_file
+from slimtensors.container import DISTRIBUTED as MANIFEST
 from slimtensors.distributed.boxes import Box
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 from slimtensors.spec import Json, Spec, parse_shape
 
-MANIFEST = "distributed.json"
 VERSION = 1
 PIECE = 2 << 20
 """Bytes of the rows that are stored together: what a reader of one row has to decode."""

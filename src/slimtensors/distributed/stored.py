@@ -18,6 +18,7 @@ from slimtensors.distributed.share import piece_name, piece_place, rank_tree
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError
 from slimtensors.memory import empty
 from slimtensors.spec import Each, Spec, fill, serially
+from slimtensors.summary import Stored, Summary
 from slimtensors.tree import unflatten
 
 _CACHED = 16 << 20
@@ -105,6 +106,11 @@ class StoredShards:
             self._decoded += x.nbytes
         return x
 
+    def summaries(self) -> Iterator[Stored]:
+        """Yield how each piece, and each tensor of an object, is stored."""
+        for number in range(len(self._names)):
+            yield from self._file(number).summary().tensors
+
     def value(self, name: str) -> Any:
         """Return what is no tensor."""
         return self._file(self.manifest.objects[name].file).value(name)
@@ -191,6 +197,10 @@ class _RankFile:
             return decoded(entry, r, other, each)
         except CorruptFileError as error:
             raise CorruptFileError(f"{self._archive.path}: {name}: {error}") from error
+
+    def summary(self) -> Summary:
+        """Return how everything in it is stored."""
+        return self._archive.summary()
 
     def value(self, name: str) -> Any:
         """Return what is no tensor."""
