@@ -135,6 +135,14 @@ def test_a_preset_that_rounds_is_told_and_no_way_to_store_differences(runs, tmp_
         save(later(state()), runs / "never", base=runs / "first", preset="extreme")
 
 
+def test_tensors_within_objects_are_never_rounded(tmp_path):
+    x, values = torch.randn(64, 64), (torch.randn(64, 64),)
+    save({"x": x, "values": values}, tmp_path / "a", preset="extreme")
+    out = load(tmp_path / "a", {"x": x, "values": None})
+    assert not same_bits(out["x"], x)
+    assert same_bits(out["values"][0], values[0])
+
+
 def test_a_filter_chooses_by_the_names_of_the_state(runs):
     want = later(state())
     chosen = Filter(names=("optim.*.exp_avg_sq",))
