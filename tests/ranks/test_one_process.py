@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ import slimtensors
 from slimtensors.checkpoint import Filter
 from slimtensors.checkpoint.commit import replace_folder
 from slimtensors.distributed import StorageReader, StorageWriter
+from slimtensors.distributed.boxes import Box
 from slimtensors.distributed.manifest import read_manifest
+from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Spec, allocate
 
@@ -168,6 +171,14 @@ def test_a_part_of_a_state_reads_only_its_pieces(runs):
         dcp.load(out, storage_reader=reader, no_dist=True)
         assert reader.decoded_bytes in (14, 28)
         assert same_bits(out["model"]["bias"], state()["model"]["bias"])
+
+
+def test_files_are_closed_at_once_with_what_has_read_them(runs):
+    shards = StoredShards(runs / "second")
+    shards.region("model.wide", Box((0, 0), (2, 700)))
+    seen = weakref.ref(shards)
+    del shards
+    assert seen() is None
 
 
 def test_another_dtype_is_cast_as_torch_does(runs):

@@ -115,14 +115,6 @@ class StoredShards:
         """Return what is no tensor."""
         return self._file(self.manifest.objects[name].file).value(name)
 
-    def base_region(self, name: str, box: Box, each: Each) -> Tensor:
-        """Return the part of the base that a piece was made from."""
-        tensors = self._base.manifest.tensors if self._base else {}
-        if name not in tensors or not box.is_in(tensors[name].spec.shape):
-            raise CorruptFileError(f"{self.folder}: {name}: its base has no such tensor")
-        assert self._base is not None
-        return self._base.region(name, box, each)
-
     def _cached(self, name: str, box: Box, file: int, each: Each) -> Tensor:
         key = piece_name(name, box)
         with self._lock:
@@ -139,7 +131,8 @@ class StoredShards:
     def _file(self, number: int) -> "_RankFile":
         with self._lock:
             if number not in self._files:
-                self._files[number] = _RankFile(self, self.folder / self._names[number])
+                path = self.folder / self._names[number]
+                self._files[number] = _RankFile(path, self.manifest.run, self._base)
             return self._files[number]
 
     def _opened_base(self, given: Path | None) -> "StoredShards | None":
@@ -159,19 +152,17 @@ class StoredShards:
 
 
 class _RankFile:
-    """The file of one rank."""
+    """The file of one rank; it knows nothing of its checkpoint, so that both close together."""
 
-    def __init__(self, owner: StoredShards, path: Path) -> None:
+    def __init__(self, path: Path, run: str, base: StoredShards | None) -> None:
         if not path.is_file():
             raise CorruptFileError(f"{path}: is missing; the checkpoint is not complete")
-        self._owner, self._archive = owner, Archive(path)
+        self._archive, self._base = Archive(path), base
         self._entries, self._tied = stored_entries(self._archive)
         tree = rank_tree(self._archive.tree, path)
         self._objects = tree.objects
-        if tree.run != owner.manifest.run:
-            raise MismatchError(
-                f"{path}: was written by run {tree.run}, its folder is of {owner.manifest.run}"
-            )
+        if tree.run != run:
+            raise MismatchError(f"{path}: was written by run {tree.run}, its folder is of {run}")
 
     def load(self, name: str, each: Each) -> Tensor:
         """Read and decode a piece."""
@@ -186,8 +177,7 @@ class _RankFile:
             assert entry.by is not None
             other = self.load(entry.by, each)
         elif entry.kind in NEEDS_BASE:
-            tensor, at = piece_place(name)
-            other = self._owner.base_region(tensor, Box(at, entry.like.shape), each)
+            other = self._base_piece(name, entry.like.shape, each)
             if digest(other) != entry.base:
                 raise MismatchError(
                     f"{self._archive.path}: {name}: the base is not what it was made from"
@@ -210,6 +200,15 @@ class _RankFile:
             return unflatten(self._objects[name], _Loaded(self))
         except FormatError as error:
             raise type(error)(f"{self._archive.path}: {name}: {error}") from error
+
+    def _base_piece(self, name: str, shape: tuple[int, ...], each: Each) -> Tensor:
+        """Return the part of the base that a piece was made from."""
+        tensor, at = piece_place(name)
+        box = Box(at, shape)
+        tensors = self._base.manifest.tensors if self._base else {}
+        if self._base is None or tensor not in tensors or not box.is_in(tensors[tensor].spec.shape):
+            raise CorruptFileError(f"{self._archive.path}: {name}: its base has no such tensor")
+        return self._base.region(tensor, box, each)
 
     def _check_has(self, name: str, held: Mapping[str, Any] | Archive) -> None:
         if name not in held:
