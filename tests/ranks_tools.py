@@ -11,11 +11,11 @@ from slimtensors.ranks import Together
 TESTS = Path(__file__).parent
 
 
-def together(count, work, *, timeout=30):
+def together(count, work, *, timeout=30, store=None):
     """Call `work` with the ranks of each thread; return what each returned or raised."""
     from torch.distributed import HashStore
 
-    store, results = HashStore(), {}
+    store, results = store or HashStore(), {}
 
     def one(rank):
         ranks = Together(store, rank, count, timeout=timeout)

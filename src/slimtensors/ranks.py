@@ -10,6 +10,8 @@ from slimtensors.errors import ConfigError, RankError
 TIMEOUT = 600.0
 """Seconds after which a rank that shows no progress counts as lost."""
 
+_PREFIX = "slimtensors"
+"""Of all names: the launcher keeps things in the same store."""
 _LOOK = 0.05
 """Seconds between two looks at the others."""
 _TELL = 1.0
@@ -56,7 +58,9 @@ class Together:
     def __init__(self, store: Any, rank: int, count: int, *, timeout: float = TIMEOUT) -> None:
         self.rank, self.count = rank, count
         self._store, self._timeout = store, timeout
-        self._told, self._step = 0.0, 0
+        self._told, self._step, self._met = 0.0, 0, 0
+        # A store outlives a run: what the ranks said in an earlier one must not count again.
+        self._run = self._ask("add", f"{_PREFIX}/runs/{rank}", 1)
 
     def advance(self) -> None:
         """Give a sign of life once a second, and look whether all is well."""
@@ -67,6 +71,8 @@ class Together:
     def meet(self, at: str) -> None:
         """Wait for the others, each for as long as it gets on."""
         self._sign()
+        self._met += 1  # a second piece of work has points of the same names
+        at = f"{self._met}/{at}"
         self._set(f"{at}/{self.rank}", "here")
         waiting = [rank for rank in range(self.count) if rank != self.rank]
         signs = dict.fromkeys(waiting, (b"", time.monotonic()))
@@ -109,23 +115,22 @@ class Together:
             raise RankError(f"rank {rank} has not got on for {self._timeout:g} s (see --timeout)")
 
     def _set(self, key: str, value: str) -> None:
-        self._ask("set", _named(key), value)
+        self._ask("set", self._named(key), value)
 
     def _get(self, key: str) -> bytes:
-        return bytes(self._ask("get", _named(key)))
+        return bytes(self._ask("get", self._named(key)))
 
     def _has(self, key: str) -> bool:
-        return bool(self._ask("check", [_named(key)]))
+        return bool(self._ask("check", [self._named(key)]))
+
+    def _named(self, key: str) -> str:
+        return f"{_PREFIX}/{self._run}/{key}"
 
     def _ask(self, what: str, *words: object) -> Any:
         try:
             return getattr(self._store, what)(*words)
         except RuntimeError as error:  # of torch: the process that keeps the store is gone
             raise RankError("lost the connection to the other ranks") from error
-
-
-def _named(key: str) -> str:
-    return f"slimtensors/{key}"  # the launcher keeps things in the same store
 
 
 def are_several() -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import uuid
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from slimtensors.errors import ConfigError, FormatError, MismatchError, RankErro
 from slimtensors.folder import compress_folder, decompress_folder, matching
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantized_folder import Rewrite, quantize_folder
+from slimtensors.ranks import Together
 
 WORK = ".small.slimtensors-work"
 
@@ -199,6 +201,20 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path):
     assert isinstance(first, RankError)
     assert "rank 1 could not go on" in str(first)
     assert not (tmp_path / "small").exists()
+
+
+def test_ranks_wait_for_each_other_at_every_piece_of_work():
+    store, came = torch.distributed.HashStore(), []
+
+    def work(ranks):
+        anew = Together(store, ranks.rank, 2)
+        for turn, run in enumerate([ranks, ranks, anew]):
+            time.sleep(0.1 * ranks.rank)
+            came.append(turn)
+            run.meet("made")
+            assert came.count(turn) == 2
+
+    assert together(2, work, store=store) == [None, None]
 
 
 def test_a_rank_that_never_comes_is_given_up(tmp_path):

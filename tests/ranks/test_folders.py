@@ -62,6 +62,39 @@ def test_a_state_that_is_nothing_but_a_model_needs_no_key(model, tmp_path):
     assert same_tensors(slimtensors.load(tmp_path / "hf"), model)
 
 
+def test_a_model_that_is_not_found_is_never_another_tensor(model, tmp_path):
+    save({"net": model, "count": torch.tensor(3)}, tmp_path / "a")
+    with pytest.raises(ConfigError, match="no tensors under 'model', but count, net"):
+        consolidate(tmp_path / "a", tmp_path / "hf")
+
+
+def test_a_model_may_lie_deeper_in_the_state(model, tmp_path):
+    save({"app": {"model": model, "optim": {"m": torch.ones(3)}}}, tmp_path / "a")
+    consolidate(tmp_path / "a", tmp_path / "hf", key="app.model")
+    assert same_tensors(slimtensors.load(tmp_path / "hf"), model)
+
+
+def test_what_a_folder_cannot_hold_is_told(model, tmp_path, caplog):
+    save({"model": {**model, "_extra_state": {"scale": 2}}, "step": 3}, tmp_path / "a")
+    consolidate(tmp_path / "a", tmp_path / "hf")
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].endswith("stay out of the folder: model._extra_state.scale")
+
+
+def test_a_coded_folder_says_so_in_its_config(model, tmp_path):
+    save({"model": model}, tmp_path / "a")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    options = {"config": tmp_path / "config.json"}
+    consolidate(tmp_path / "a", tmp_path / "slim", preset="lossless", **options)
+    config = json.loads((tmp_path / "slim" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "slimtensors"
+    options["config"] = tmp_path / "slim" / "config.json"
+    consolidate(tmp_path / "a", tmp_path / "dense", **options)
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert config == {"model_type": "llama"}
+
+
 def test_a_single_file_can_be_distributed_over_an_older_checkpoint(model, tmp_path):
     save_file(model, tmp_path / "model.safetensors")
     save(state(), tmp_path / "a")

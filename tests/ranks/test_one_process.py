@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
+from slimtensors.checkpoint.commit import replace_folder
 from slimtensors.distributed import StorageReader, StorageWriter
+from slimtensors.distributed.boxes import Box
 from slimtensors.distributed.manifest import read_manifest
+from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Spec, allocate
 
@@ -134,6 +138,14 @@ def test_a_preset_that_rounds_is_told_and_no_way_to_store_differences(runs, tmp_
         save(later(state()), runs / "never", base=runs / "first", preset="extreme")
 
 
+def test_tensors_within_objects_are_never_rounded(tmp_path):
+    x, values = torch.randn(64, 64), (torch.randn(64, 64),)
+    save({"x": x, "values": values}, tmp_path / "a", preset="extreme")
+    out = load(tmp_path / "a", {"x": x, "values": None})
+    assert not same_bits(out["x"], x)
+    assert same_bits(out["values"][0], values[0])
+
+
 def test_a_filter_chooses_by_the_names_of_the_state(runs):
     want = later(state())
     chosen = Filter(names=("optim.*.exp_avg_sq",))
@@ -161,6 +173,14 @@ def test_a_part_of_a_state_reads_only_its_pieces(runs):
         assert same_bits(out["model"]["bias"], state()["model"]["bias"])
 
 
+def test_files_are_closed_at_once_with_what_has_read_them(runs):
+    shards = StoredShards(runs / "second")
+    shards.region("model.wide", Box((0, 0), (2, 700)))
+    seen = weakref.ref(shards)
+    del shards
+    assert seen() is None
+
+
 def test_another_dtype_is_cast_as_torch_does(runs):
     out = {"model": {"wide": torch.zeros(1500, 700, dtype=torch.bfloat16)}}
     dcp.load(out, storage_reader=StorageReader(runs / "first"), no_dist=True)
@@ -175,6 +195,35 @@ def test_an_existing_checkpoint_is_refused_or_replaced_whole(tmp_path):
     save(state(1), tmp_path / "a", overwrite=True)
     assert same_states(load(tmp_path / "a", state()), state(1))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
+    save(state(), tmp_path / "a")
+    save(later(state()), tmp_path / "b", base=tmp_path / "a")
+    with pytest.raises(CheckpointException, match="because b is a difference from it"):
+        save(state(1), tmp_path / "a", overwrite=True)
+    assert same_states(load(tmp_path / "b", state()), later(state()))
+    save(state(), tmp_path / "b", overwrite=True)
+    save(state(1), tmp_path / "a", overwrite=True)
+
+
+def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
+    save(state(), tmp_path / "a")
+    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-tmp")
+    writer = StorageWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="out of order"):
+        dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
+    assert same_states(load(hidden, state()), state())
+    save(state(1), tmp_path / "a")
+    save(state(2), tmp_path / "a", overwrite=True)
+    assert not hidden.exists()
+
+
+def test_a_folder_keeps_its_name_if_the_new_one_cannot_take_it(tmp_path):
+    save(state(), tmp_path / "a")
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "gone", tmp_path / "a")
+    assert same_states(load(tmp_path / "a", state()), state())
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path):

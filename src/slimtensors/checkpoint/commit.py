@@ -56,7 +56,11 @@ def replace_folder(new: Path, old: Path) -> None:
     if not _exchange(new, old):
         gone = hidden(old)
         old.rename(gone)
-        new.rename(old)
+        try:
+            new.rename(old)
+        except BaseException:
+            gone.rename(old)
+            raise
     sync_folder(old.parent)
     shutil.rmtree(gone)
 

@@ -11,6 +11,7 @@ from slimtensors.beside import read_config
 from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.cli.card import card
+from slimtensors.container import DISTRIBUTED
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching
 from slimtensors.report import (
@@ -67,11 +68,8 @@ def run(options: argparse.Namespace) -> int:
         return _run_folder(options)
     if is_report(options.source) or _recipe(options.source):
         raise ConfigError(f"{options.source}: is a report; --html FILE makes a page of it")
-    keep = matching(options.only, options.skip)
-    with Archive(state_file(options.source)) as archive:
-        check_globs(archive, options.only + options.skip)
-        kept = archive.select(name for name in archive if keep(name))
-        summary = _bounds(kept, options.threads) if options.bound else kept.summary()
+    is_distributed = (Path(options.source) / DISTRIBUTED).is_file()
+    summary = _distributed(options) if is_distributed else _archive(options)
     if options.json:
         console.print_json(summary.to_json())
         return 0
@@ -81,6 +79,25 @@ def run(options: argparse.Namespace) -> int:
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
     print(card(summary, listing, read_config(options.source)) if options.markdown else listing)
     return 0
+
+
+def _archive(options: argparse.Namespace) -> Summary:
+    keep = matching(options.only, options.skip)
+    with Archive(state_file(options.source)) as archive:
+        check_globs(archive, options.only + options.skip)
+        kept = archive.select(name for name in archive if keep(name))
+        return _bounds(kept, options.threads) if options.bound else kept.summary()
+
+
+def _distributed(options: argparse.Namespace) -> Summary:
+    from slimtensors import distributed  # which takes its time to import torch's
+
+    if options.bound or options.markdown:
+        raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
+    keep = matching(options.only, options.skip)
+    summary = distributed.inspect(options.source)
+    check_globs([t.name for t in summary.tensors], options.only + options.skip)
+    return Summary([t for t in summary.tensors if keep(t.name)], summary.files)
 
 
 def _page(options: argparse.Namespace) -> int:

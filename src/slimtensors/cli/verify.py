@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from pathlib import Path
 
-from slimtensors.archive import Archive, verify
+from slimtensors.archive import Archive, Verification, verify
 from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.cli import console
+from slimtensors.container import DISTRIBUTED
 from slimtensors.errors import ConfigError
 from slimtensors.summary import counted
 
@@ -32,15 +34,8 @@ def run(options: argparse.Namespace) -> int:
     """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
     if is_run(options.source):
         return _run_folder(options)
-    with Archive(state_file(options.source)) as archive:
-        total = sum(map(archive.stored_bytes, archive))
-    with console.progress(total, "verify") as bar:
-        found = verify(
-            state_file(options.source),
-            against=options.against,
-            threads=options.threads,
-            progress=bar,
-        )
+    is_distributed = (Path(options.source) / DISTRIBUTED).is_file()
+    found = _distributed(options) if is_distributed else _archive(options)
     if options.json:
         console.print_json(found.to_json())
     for message in found.damaged.values():
@@ -53,6 +48,26 @@ def run(options: argparse.Namespace) -> int:
     if found.damaged:
         return 3
     return 1 if found.different else 0
+
+
+def _archive(options: argparse.Namespace) -> Verification:
+    with Archive(state_file(options.source)) as archive:
+        total = sum(map(archive.stored_bytes, archive))
+    with console.progress(total, "verify") as bar:
+        return verify(
+            state_file(options.source),
+            against=options.against,
+            threads=options.threads,
+            progress=bar,
+        )
+
+
+def _distributed(options: argparse.Namespace) -> Verification:
+    from slimtensors import distributed  # which takes its time to import torch's
+
+    if options.against:
+        raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
+    return distributed.verify(options.source, threads=options.threads)
 
 
 def _run_folder(options: argparse.Namespace) -> int:

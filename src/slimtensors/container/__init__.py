@@ -4,6 +4,7 @@ from slimtensors.container.header import Entry, Header, check_name, has_code
 from slimtensors.container.place import LocalPlace, Place, RemotePlace, StrPath, local, place
 from slimtensors.container.reader import (
     DELTA,
+    DISTRIBUTED,
     INDEX,
     SINGLE,
     UNFINISHED,
@@ -28,6 +29,7 @@ from slimtensors.container.writer import Chunk, Piece, sync_folder
 
 __all__ = [
     "DELTA",
+    "DISTRIBUTED",
     "INDEX",
     "SINGLE",
     "UNFINISHED",

@@ -17,6 +17,8 @@ UNFINISHED = ".slimtensors-unfinished.json"
 """What lies in a folder elsewhere until it is complete: it cannot be renamed into place."""
 DELTA = "delta.safetensors"
 """What they do not find: with this alone they stop, whatever it holds."""
+DISTRIBUTED = "distributed.json"
+"""What lies in a folder whose files hold the shards of many ranks."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ def _main_file(folder: Place) -> str:
     for name in (SINGLE, INDEX, DELTA):
         if name in files:
             return name
+    if DISTRIBUTED in files:
+        raise FormatError(
+            f"{folder}: is a distributed checkpoint: load it with dcp.load and"
+            " slimtensors.distributed.StorageReader, or make a model folder of it with consolidate"
+        )
     for ending in (".safetensors.index.json", ".safetensors"):
         found = [name for name in files if name.endswith(ending)]
         if len(found) == 1:

@@ -1,7 +1,6 @@
 """Between distributed checkpoints and model folders as transformers and its kin read them."""
 
-import shutil
-from collections.abc import Iterator
+import logging
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,19 +13,24 @@ from slimtensors import presets
 from slimtensors.archive import Archive
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
+from slimtensors.beside import CONFIG, edited_config
 from slimtensors.checkpoint.commit import new_folder
 from slimtensors.container import StrPath, local
 from slimtensors.delta import lossless_only
 from slimtensors.distributed.boxes import Box, pieces
-from slimtensors.distributed.manifest import PIECE, Chunk, Manifest, StoredTensor
+from slimtensors.distributed.manifest import PIECE, Chunk, Keys, Manifest, StoredTensor
 from slimtensors.distributed.pending import Pending
 from slimtensors.distributed.share import Piece, file_name, share
 from slimtensors.distributed.stored import StoredShards
 from slimtensors.errors import ConfigError
+from slimtensors.folder import described, measuring, without_section
 from slimtensors.plan import Plan
 from slimtensors.presets import Chooser
-from slimtensors.spec import Each, Spec
+from slimtensors.sparsity import Sparsity
+from slimtensors.spec import Each, Json, Spec
 from slimtensors.summary import Summary
+
+_LOG = logging.getLogger(__name__)
 
 _KEY = "model"
 
@@ -43,26 +47,31 @@ def consolidate(
 ) -> Summary:
     """Write the model of a distributed checkpoint as a folder: shards, an index, `config.json`.
 
-    `key` is what the state calls the model; a state that is nothing but a model needs none. Holds a
+    `key` is what the state calls the model, with dots where it lies deeper (`app.model`); a state
+    that is nothing but a model needs none. What is no tensor is left out, with a warning. Holds a
     few tensors in memory at a time.
     """
     stored = StoredShards(local(path))
     stored.check_files()
-    items = list(_model_items(stored, key))
-    if not items:
-        tops = sorted({name.partition(".")[0] for name in stored.manifest.tensors})
-        raise ConfigError(f"{path}: holds no tensors under {key!r}, but {', '.join(tops[:8])}")
+    items = _model_items(stored, key)
+    found: dict[str, Sparsity] = {}
+    label = preset if isinstance(preset, str) else "lossless"
     with new_folder(target) as folder:
         summary = write(
             State(items),
             folder,
-            preset=preset,
+            preset=measuring(presets.find(preset), found),
             dialect="slim",
             max_shard_size=max_shard_size,
             threads=threads,
         )
+
+        def edit(data: Json) -> Json:
+            plain = without_section(data)
+            return described(plain, summary, found, preset=label, dialect="slim")
+
         if config is not None:
-            shutil.copyfile(local(config), folder / "config.json")
+            (folder / CONFIG).write_bytes(edited_config(local(config).read_bytes(), edit))
     return replace(summary, files=[str(local(target) / Path(file).name) for file in summary.files])
 
 
@@ -99,20 +108,31 @@ def distribute(
     pending.commit(Manifest(pending.run, created, len(files), "exact", files, tensors, {}))
 
 
-def _model_items(stored: StoredShards, key: str) -> Iterator[Item]:
-    """Yield the tensors of a model, to be read when their turn comes."""
+def _model_items(stored: StoredShards, key: str) -> list[Item]:
+    """Return the tensors of a model, to be read when their turn comes."""
 
     def item(name: str, full: str, spec: Spec) -> Item:
         return Item(name, spec, lambda each: stored.region(full, Box.whole(spec.shape), each))
 
-    paths = {full: t.path or (full,) for full, t in stored.manifest.tensors.items()}
-    is_nested = any(path[0] == key and len(path) > 1 for path in paths.values())
-    for full, path in paths.items():
-        spec = stored.manifest.tensors[full].spec
-        if is_nested and path[0] == key:
-            yield item(".".join(map(str, path[1:])), full, spec)
-        elif not is_nested and len(path) == 1:
-            yield item(full, full, spec)
+    tensors = {full: t.path or (full,) for full, t in stored.manifest.tensors.items()}
+    objects = {full: value.path or (full,) for full, value in stored.manifest.objects.items()}
+    if all(len(path) == 1 for path in tensors.values()):
+        key = ""  # nothing but a model
+    names = {full: name for full, path in tensors.items() if (name := _name_in(path, key))}
+    if not names:
+        tops = ", ".join(sorted({str(path[0]) for path in tensors.values()})[:8])
+        raise ConfigError(f"{stored.folder}: holds no tensors under {key!r}, but {tops or 'none'}")
+    if left_out := [full for full, path in objects.items() if _name_in(path, key)]:
+        few = ", ".join(left_out[:5])
+        _LOG.warning("%s: are no tensors and stay out of the folder: %s", stored.folder, few)
+    return [item(name, full, stored.manifest.tensors[full].spec) for full, name in names.items()]
+
+
+def _name_in(path: Keys, key: str) -> str | None:
+    """Return what something is called below `key`; none if it lies elsewhere."""
+    words = list(map(str, path))
+    below = (i for i in range(len(words)) if ".".join(words[:i]) == key)
+    return next((".".join(words[i:]) for i in below), None)
 
 
 def _rank_state(archive: Archive, names: list[str], key: str, run: str, rank: int) -> State:

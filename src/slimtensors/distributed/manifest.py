@@ -8,11 +8,11 @@ from typing import Any
 
 from slimtensors import _core
 from slimtensors.checkpoint.commit import write_file
+from slimtensors.container import DISTRIBUTED as MANIFEST
 from slimtensors.distributed.boxes import Box
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 from slimtensors.spec import Json, Spec, parse_shape
 
-MANIFEST = "distributed.json"
 VERSION = 1
 PIECE = 2 << 20
 """Bytes of the rows that are stored together: what a reader of one row has to decode."""
@@ -142,6 +142,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise UnsupportedVersionError(f"{path}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path}: {error}") from error
+
+
+def base_name(folder: Path) -> str | None:
+    """Return the folder from which a checkpoint says to be a difference, reading only the head."""
+    with (folder / MANIFEST).open(encoding="utf-8", errors="replace") as file:
+        line = next((line for line in file if line.startswith('"base": ')), '"base": null')
+    try:
+        base = json.loads("{" + line.rstrip(",\n") + "}")["base"]
+        return str(base["name"]) if base is not None else None
+    except (ValueError, TypeError, KeyError):  # damaged: it needs nothing any more
+        return None
 
 
 def is_distributed(folder: Path) -> bool:

@@ -16,7 +16,8 @@ from slimtensors.checkpoint.commit import (
     replace_folder,
 )
 from slimtensors.container import StrPath, local, sync_folder
-from slimtensors.distributed.manifest import Manifest, is_distributed, write_manifest
+from slimtensors.distributed.manifest import Manifest, base_name, is_distributed, write_manifest
+from slimtensors.errors import ConfigError
 
 
 class Pending:
@@ -26,7 +27,9 @@ class Pending:
         self.run = secrets.token_hex(8)
         self.target = real_path(path)
         self._replaces = overwrite and is_distributed(self.target)
-        if not self._replaces:
+        if self._replaces:
+            _check_not_needed(self.target)
+        else:
             check_free(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
         for folder in _interrupted(self.target):
@@ -51,7 +54,19 @@ def real_path(path: StrPath) -> Path:
     return Path(os.path.realpath(local(path)))
 
 
+def _check_not_needed(target: Path) -> None:
+    """Raise if a checkpoint beside this one could not be loaded without it."""
+    for folder in sorted(target.parent.iterdir()):
+        if folder != target and is_distributed(folder) and base_name(folder) == target.name:
+            raise ConfigError(
+                f"{target}: is not overwritten, because {folder.name} is a difference from it;"
+                " remove that first, or save elsewhere"
+            )
+
+
 def _interrupted(target: Path) -> list[Path]:
     """List what earlier saves to the same place have left behind."""
     name = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}" + re.escape(MARK))
-    return [folder for folder in leftovers(target.parent) if name.fullmatch(folder.name)]
+    found = [folder for folder in leftovers(target.parent) if name.fullmatch(folder.name)]
+    # Where nothing has the name, a complete one may be all there is: it was about to be replaced.
+    return [folder for folder in found if target.exists() or not is_distributed(folder)]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from slimtensors import presets
 from slimtensors.archive.write import write
 from slimtensors.delta import lossless_only
@@ -51,7 +53,8 @@ def save_share(
     named = {piece.name: piece for piece in pieces}
     path = order.folder / file_name(order.rank)
     content = coded(share(order.run, order.rank, pieces, objects), named, how, whole)
-    choose = presets.find(preset) if how.is_plain else lossless_only(presets.find(preset))
+    choose = presets.find(preset)
+    choose = _exact_elsewhere(choose, named) if how.is_plain else lossless_only(choose)
     summary = write(content.state, path, preset=choose, dialect="slim", threads=threads)
     by_preset = {t.name: t.error for t in summary.tensors if t.error is not None}
     return SavedShare(
@@ -60,6 +63,15 @@ def save_share(
         _by_tensor({**by_preset, **content.errors}, named, max),
         _by_tensor(content.kept_exact, named, max),
     )
+
+
+def _exact_elsewhere(choose: Chooser, pieces: Mapping[str, Piece]) -> Chooser:
+    """Return a rule that rounds no tensor within an object: errors are told of pieces alone."""
+
+    def chosen(name: str, x: Tensor) -> Any:
+        return choose(name, x) if name in pieces else presets.lossless(name, x)
+
+    return chosen
 
 
 def _by_tensor(

@@ -18,6 +18,7 @@ from slimtensors.distributed.share import piece_name, piece_place, rank_tree
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError
 from slimtensors.memory import empty
 from slimtensors.spec import Each, Spec, fill, serially
+from slimtensors.summary import Stored, Summary
 from slimtensors.tree import unflatten
 
 _CACHED = 16 << 20
@@ -105,17 +106,14 @@ class StoredShards:
             self._decoded += x.nbytes
         return x
 
+    def summaries(self) -> Iterator[Stored]:
+        """Yield how each piece, and each tensor of an object, is stored."""
+        for number in range(len(self._names)):
+            yield from self._file(number).summary().tensors
+
     def value(self, name: str) -> Any:
         """Return what is no tensor."""
         return self._file(self.manifest.objects[name].file).value(name)
-
-    def base_region(self, name: str, box: Box, each: Each) -> Tensor:
-        """Return the part of the base that a piece was made from."""
-        tensors = self._base.manifest.tensors if self._base else {}
-        if name not in tensors or not box.is_in(tensors[name].spec.shape):
-            raise CorruptFileError(f"{self.folder}: {name}: its base has no such tensor")
-        assert self._base is not None
-        return self._base.region(name, box, each)
 
     def _cached(self, name: str, box: Box, file: int, each: Each) -> Tensor:
         key = piece_name(name, box)
@@ -133,7 +131,8 @@ class StoredShards:
     def _file(self, number: int) -> "_RankFile":
         with self._lock:
             if number not in self._files:
-                self._files[number] = _RankFile(self, self.folder / self._names[number])
+                path = self.folder / self._names[number]
+                self._files[number] = _RankFile(path, self.manifest.run, self._base)
             return self._files[number]
 
     def _opened_base(self, given: Path | None) -> "StoredShards | None":
@@ -153,19 +152,17 @@ class StoredShards:
 
 
 class _RankFile:
-    """The file of one rank."""
+    """The file of one rank; it knows nothing of its checkpoint, so that both close together."""
 
-    def __init__(self, owner: StoredShards, path: Path) -> None:
+    def __init__(self, path: Path, run: str, base: StoredShards | None) -> None:
         if not path.is_file():
             raise CorruptFileError(f"{path}: is missing; the checkpoint is not complete")
-        self._owner, self._archive = owner, Archive(path)
+        self._archive, self._base = Archive(path), base
         self._entries, self._tied = stored_entries(self._archive)
         tree = rank_tree(self._archive.tree, path)
         self._objects = tree.objects
-        if tree.run != owner.manifest.run:
-            raise MismatchError(
-                f"{path}: was written by run {tree.run}, its folder is of {owner.manifest.run}"
-            )
+        if tree.run != run:
+            raise MismatchError(f"{path}: was written by run {tree.run}, its folder is of {run}")
 
     def load(self, name: str, each: Each) -> Tensor:
         """Read and decode a piece."""
@@ -180,8 +177,7 @@ class _RankFile:
             assert entry.by is not None
             other = self.load(entry.by, each)
         elif entry.kind in NEEDS_BASE:
-            tensor, at = piece_place(name)
-            other = self._owner.base_region(tensor, Box(at, entry.like.shape), each)
+            other = self._base_piece(name, entry.like.shape, each)
             if digest(other) != entry.base:
                 raise MismatchError(
                     f"{self._archive.path}: {name}: the base is not what it was made from"
@@ -192,6 +188,10 @@ class _RankFile:
         except CorruptFileError as error:
             raise CorruptFileError(f"{self._archive.path}: {name}: {error}") from error
 
+    def summary(self) -> Summary:
+        """Return how everything in it is stored."""
+        return self._archive.summary()
+
     def value(self, name: str) -> Any:
         """Return what is no tensor."""
         if name not in self._objects:
@@ -200,6 +200,15 @@ class _RankFile:
             return unflatten(self._objects[name], _Loaded(self))
         except FormatError as error:
             raise type(error)(f"{self._archive.path}: {name}: {error}") from error
+
+    def _base_piece(self, name: str, shape: tuple[int, ...], each: Each) -> Tensor:
+        """Return the part of the base that a piece was made from."""
+        tensor, at = piece_place(name)
+        box = Box(at, shape)
+        tensors = self._base.manifest.tensors if self._base else {}
+        if self._base is None or tensor not in tensors or not box.is_in(tensors[tensor].spec.shape):
+            raise CorruptFileError(f"{self._archive.path}: {name}: its base has no such tensor")
+        return self._base.region(tensor, box, each)
 
     def _check_has(self, name: str, held: Mapping[str, Any] | Archive) -> None:
         if name not in held:

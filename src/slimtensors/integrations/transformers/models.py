@@ -23,7 +23,7 @@ def load_model(model: nn.Module | StrPath) -> Any:
         raise ConfigError(f"{model}: config.json names no class of transformers: {list(names)}")
     auto: Any = type(kind.__name__, (SparseAuto,), {"auto": kind})
     loaded = auto.from_pretrained(model)
-    return enable(_plain(loaded))
+    return enable(loaded)
 
 
 def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
@@ -35,8 +35,3 @@ def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
         return transformers.AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError):
         return None
-
-
-def _plain(model: Any) -> Any:
-    """Forget that the weights were compressed in their files: they are not any more."""
-    return model
