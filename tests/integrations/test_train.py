@@ -153,6 +153,11 @@ def test_masks_hold_however_the_trainer_is_told_to_train(tmp_path, more):
     assert not same_weights(model, before)
 
 
+def test_bf16_needs_no_word_about_the_device(tmp_path):
+    chosen = {name: x for name, x in options(1, bf16=True).items() if name != "use_cpu"}
+    train(llama(), ConstantPruning(), Lines(), output_dir=tmp_path, training_args=chosen)
+
+
 def test_two_stages_keep_what_the_first_has_pruned(tmp_path):
     recipe = """
     sparsity_stage:

@@ -92,6 +92,14 @@ def test_tables_give_their_texts_or_their_tokens():
     assert batches(tensors)[0][0]["input_ids"].equal(found[0]["input_ids"])
 
 
+def test_what_fills_up_rows_is_no_data():
+    ids = [[5, 6, 7, 0, 0], [0, 0, 1, 2, 3]]
+    rows = [{"input_ids": x, "attention_mask": [int(i > 0) for i in x]} for x in ids]
+    found, notes = batches(Table(rows))
+    assert [batch["input_ids"].tolist() for batch in found] == [[[5, 6, 7], [1, 2, 3]]]
+    assert "samples of 3 tokens, not 16: there are no more" in notes
+
+
 def test_batches_are_taken_as_they_are_until_there_are_enough():
     given = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
     found, notes = batches(given)
@@ -113,7 +121,7 @@ def test_less_data_than_asked_for_is_told():
     how = Calibration(samples=2, length=512)
     found, notes = Data.of(TEXTS).batches(how, tokenizer=tokenizer, longest=32)
     assert found[0]["input_ids"].shape == (2, 32)
-    assert "samples of 32 tokens, not 512" in notes[0]
+    assert "samples of 32 tokens, not 512: the model takes no more" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,8 @@ def test_less_data_than_asked_for_is_told():
         ([{"a": "x", "b": "y"}], "which column"),
         ([{"text": "x"}, {"text": 3}], "holds int"),
         ([{"label": 1}], "which column"),
+        ({"input_ids": torch.ones(2, 3)}, "one batch alone, of input_ids: put it in a list"),
+        ([{"input_ids": [[1, 2]]}], "a list of tokens"),
         ([torch.tensor(1)], "no tensor"),
         ([object()], "no tensor"),
     ],
@@ -152,5 +162,9 @@ def test_bad_options_and_files_are_refused(tmp_path):
     bad.write_text("7")
     with pytest.raises(ConfigError, match="neither text nor a table"):
         batches(bad)
+    for name, data in (("a.json", b'[{"text": "x"}]'), ("a.parquet", b"PAR1\0\1")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match=f"{name}.*write it as"):
+            batches(tmp_path / name)
     with pytest.raises(ConfigError, match="column 'body'"):
         list(texts_of([{"text": "x"}], column="body"))

@@ -156,6 +156,17 @@ def test_what_is_no_recipe_is_refused(source):
         Recipe.from_yaml(source)
 
 
+def test_a_modifier_that_is_there_twice_is_not_dropped():
+    two = """
+test_modifiers:
+  Wanda: {targets: ["re:.*mlp.*"]}
+  Wanda: {targets: ["re:.*attn.*"]}
+"""
+    with pytest.raises(ConfigError, match="line 4: Wanda is there twice; write a list"):
+        Recipe.from_yaml(two)
+    assert len(Recipe.from_yaml(two.replace("  Wanda", "- Wanda")).modifiers) == 2
+
+
 def test_an_error_in_a_file_names_it(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("test_modifiers: {Wonda: {}}")

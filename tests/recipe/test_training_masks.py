@@ -120,6 +120,15 @@ def test_a_mask_that_was_broken_is_found():
         held.check()
 
 
+def test_weights_that_are_not_trained_keep_their_zeros_too():
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with HeldMasks(matrices(model), random_masks(matrices(model))).during(optimizer) as held:
+        train(model, optimizer, 2)
+        held.check()
+
+
 def test_zeros_of_a_sparse_model_are_held():
     model = net()
     HeldMasks(matrices(model), random_masks(matrices(model)))

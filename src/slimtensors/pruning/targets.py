@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from slimtensors.errors import ConfigError
+from slimtensors.pruning.structure import Structure
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
 from slimtensors.quantization.layers import classes_of, weights_of
 from slimtensors.quantization.targets import is_target
@@ -13,14 +14,21 @@ _LINEAR = {"Linear", "Conv1D"}
 
 
 def find_layers(
-    model: nn.Module, targets: Sequence[str], ignore: Sequence[str]
+    model: nn.Module,
+    targets: Sequence[str],
+    ignore: Sequence[str],
+    *,
+    structure: Structure | None = None,
 ) -> dict[str, Layer]:
     """Return the layers that targets fit and that are not ignored, by name, to be pruned.
 
-    A layer that shares its weight with another raises.
+    A layer that shares its weight with another raises, as does one that cannot have the structure.
     """
     chosen = fitting_layers(model, targets, ignore)
     _check_tied(model, chosen)
+    if structure is not None:
+        for layer in chosen.values():
+            _check_structure(layer, structure)
     return chosen
 
 
@@ -70,6 +78,13 @@ def _linear_layers(layers: Mapping[str, Layer], *, within: str) -> set[str]:
         for key, layer in layers.items()
         if within and key.startswith(f"{within}.") and {*classes_of(layer.module)} & _LINEAR
     }
+
+
+def _check_structure(layer: Layer, structure: Structure) -> None:
+    try:
+        structure.check(*layer.matrix.shape[-2:])
+    except ConfigError as error:
+        raise ConfigError(f"{layer.name}: {error}") from error
 
 
 def _check_tied(model: nn.Module, layers: Mapping[str, Layer]) -> None:

@@ -18,7 +18,7 @@ Batch = Any
 """What a model is called with."""
 Tokens = list[int]
 
-_IDS = "input_ids"
+_IDS, _MASK = "input_ids", "attention_mask"
 _PIECE = 100_000
 """Characters of a text that are made into tokens at a time."""
 
@@ -62,6 +62,8 @@ class Data:
         items = read(dataset) if isinstance(dataset, str | PathLike) else dataset
         if isinstance(columns := getattr(items, "column_names", None), Mapping):
             raise ConfigError(f"several datasets in one: choose dataset[{next(iter(columns))!r}]")
+        if isinstance(items, Mapping):
+            raise ConfigError(f"one batch alone, of {', '.join(map(str, items))}: put it in a list")
         if not isinstance(items, Iterable):
             raise ConfigError(f"{type(items).__name__} is no dataset: it cannot be gone through")
         rest = iter(items)
@@ -101,14 +103,15 @@ class Data:
             if not shortest:
                 raise ConfigError("the tokenizer finds no token in the calibration data")
             if shortest < how.length and how.pack:
-                notes.append(f"samples of {shortest} tokens, not {how.length}: there are no more")
+                why = "there are no more" if shortest < length else "the model takes no more"
+                notes.append(f"samples of {shortest} tokens, not {how.length}: {why}")
         if count < how.samples:
             notes.append(f"{count} samples of calibration data, not {how.samples}")
         return batches, notes
 
     def _samples(self, how: Calibration, tokenizer: Any, length: int) -> list[Tokens]:
         if not self.is_text:
-            rows = (torch.as_tensor(row[_IDS]).tolist()[:length] for row in self.items)
+            rows = (_tokens(row)[:length] for row in self.items)
             return list(islice(filter(None, rows), how.samples))
         if tokenizer is None:
             raise ConfigError("texts need a tokenizer, and none was found: pass tokenizer=...")
@@ -119,6 +122,16 @@ class Data:
         if not how.pack:
             return list(islice((each[:length] for each in tokens if each), how.samples))
         return _packed(tokens, how.samples, length)
+
+
+def _tokens(row: Mapping[str, Any]) -> Tokens:
+    """Return the tokens of a row that is not filled up, or those that did not fill it up."""
+    ids = torch.as_tensor(row[_IDS])
+    if ids.dim() != 1:
+        raise ConfigError(f"{_IDS} of a row are a list of tokens, not of shape {[*ids.shape]}")
+    if (mask := row.get(_MASK)) is not None:
+        ids = ids[torch.as_tensor(mask).bool()]
+    return [int(each) for each in ids]
 
 
 def _packed(tokens: Iterable[Tokens], samples: int, length: int) -> list[Tokens]:

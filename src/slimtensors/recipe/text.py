@@ -11,7 +11,7 @@ _INT = re.compile(r"[-+]?\d+")
 
 
 def parse(source: str) -> Any:
-    """Read YAML; nothing in it is ever run."""
+    """Read YAML; nothing in it is ever run. What is said twice in one place raises."""
     yaml = _yaml()
     try:
         return yaml.load(source, Loader=_loader(yaml))
@@ -36,7 +36,19 @@ def _loader(yaml: Any) -> Any:
     starts = list("-+0123456789.")
     kind.add_implicit_resolver(numbers[0], re.compile(f"^(?:{_INT.pattern})$"), starts)
     kind.add_implicit_resolver(numbers[1], re.compile(f"^(?:{_FLOAT.pattern})$"), starts)
+    kind.add_constructor("tag:yaml.org,2002:map", _mapping)
     return kind
+
+
+def _mapping(loader: Any, node: Any) -> Any:
+    """Return a mapping; of two equal keys, the library would drop the first without a word."""
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if (name := str(key.value)) in seen:
+            where = f"line {key.start_mark.line + 1}"
+            raise ConfigError(f"{where}: {name} is there twice; write a list, or another stage")
+        seen.add(name)
+    return loader.construct_mapping(node, deep=True)
 
 
 def _yaml() -> Any:

@@ -16,7 +16,10 @@ _COLUMNS = ("text", "content", "sentence", "prompt")
 
 
 def read(path: StrPath) -> Iterator[str | Row]:
-    """Yield the rows of a jsonl, csv or tsv file; of any other, all its text."""
+    """Yield the rows of a jsonl, csv or tsv file; of any other, all its text.
+
+    What is not text, or is JSON in one piece, raises: its quotes and commas are nothing to learn.
+    """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{path}: there is no such file; texts are given as a list")
@@ -26,8 +29,13 @@ def read(path: StrPath) -> Iterator[str | Row]:
         case ".csv" | ".tsv":
             with file.open(encoding="utf-8", newline="") as lines:
                 yield from csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+        case ".json":
+            raise ConfigError(f"{path}: write it as .jsonl, with one text or row in each line")
         case _:
-            yield file.read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if "\0" in text:
+                raise ConfigError(f"{path}: is not a text file; write it as .txt, .jsonl or .csv")
+            yield text
 
 
 def texts_of(items: Iterable[str | Row], *, column: str | None = None) -> Iterator[str]:

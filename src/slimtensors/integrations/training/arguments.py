@@ -21,8 +21,9 @@ def arguments(given: Any, folder: Path) -> TrainingArguments:
         known = {each.name for each in fields(TrainingArguments) if each.init}
         for name in given.keys() - known:
             raise ConfigError(f"training_args: there is no {name!r}; {nearest(str(name), known)}")
-        pinned = {"dataloader_pin_memory": torch.accelerator.is_available()}  # else torch warns
-        given = TrainingArguments(**{**pinned, **given, "output_dir": str(folder)})
+        is_cpu = not torch.accelerator.is_available()  # then torch warns, and bf16 is refused
+        here = {"dataloader_pin_memory": not is_cpu, "use_cpu": is_cpu}
+        given = TrainingArguments(**{**here, **given, "output_dir": str(folder)})
     if not isinstance(given, TrainingArguments):
         raise ConfigError(f"training_args: are a TrainingArguments or a mapping, not {given!r}")
     if given.save_strategy == SaveStrategy.BEST:

@@ -10,11 +10,16 @@ from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
 from slimtensors.integrations.transformers.auto import SparseAuto
 from slimtensors.integrations.transformers.saving import enable
+from slimtensors.tensors import CompressedTensor
 
 
 def load_model(model: nn.Module | StrPath) -> Any:
-    """Return a model with plain weights, by the class that saved it; one in memory as it is."""
+    """Return a model with plain weights, by the class that saved it; one in memory as it is.
+
+    One in memory whose weights are compressed there raises.
+    """
     if isinstance(model, nn.Module):
+        _check_plain(model)
         return model
     config = transformers.AutoConfig.from_pretrained(model)
     names: Sequence[str] = config.architectures or ()
@@ -35,3 +40,14 @@ def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
         return transformers.AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError):
         return None
+
+
+def _check_plain(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_missing = isinstance(module, nn.Linear) and not isinstance(weight, nn.Parameter)
+        if is_missing or isinstance(weight, CompressedTensor):
+            raise ConfigError(
+                f"{name}: has no plain weight, as it is compressed in memory; pass the folder of"
+                " the model, or load it by SparseAutoModel without run_compressed"
+            )

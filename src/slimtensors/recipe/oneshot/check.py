@@ -4,6 +4,8 @@ from torch import nn
 
 from slimtensors.errors import ConfigError, SlimError
 from slimtensors.pruning import find_layers, fitting_layers
+from slimtensors.quantization import plans
+from slimtensors.quantization.state import Report
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
@@ -18,6 +20,7 @@ from slimtensors.recipe.modifiers import (
     Wanda,
     name_of,
 )
+from slimtensors.recipe.oneshot.quantize import config_for
 from slimtensors.recipe.oneshot.smoothing import find_norms
 from slimtensors.recipe.recipe import Recipe
 
@@ -41,11 +44,16 @@ def check_recipe(recipe: Recipe, *, has_data: bool) -> None:
 
 
 def check_targets(recipe: Recipe, model: nn.Module) -> None:
-    """Raise if a modifier is for something that the model does not have."""
+    """Raise if a modifier is for something that the model does not have, or cannot be done to it.
+
+    What would be found out only after hours of work is found out here.
+    """
     for modifier in recipe.modifiers:
         try:
+            if isinstance(modifier, Quantizing):
+                plans.find_layers(model, config_for(model, modifier), _Unheard())
             if isinstance(modifier, Pruning):
-                find_layers(model, modifier.targets, modifier.ignore)
+                find_layers(model, modifier.targets, modifier.ignore, structure=modifier.structure)
             elif isinstance(modifier, ConstantPruning):
                 fitting_layers(model, modifier.targets, modifier.ignore)
             elif isinstance(modifier, SmoothQuant | AWQ):
@@ -59,6 +67,13 @@ def needs_data(modifier: Modifier) -> bool:
     if isinstance(modifier, Quantize):
         return modifier.config.needs_data
     return isinstance(modifier, Wanda | SparseGPT | GPTQ | AWQ | SmoothQuant)
+
+
+class _Unheard(Report):
+    """Notes that are told when it is done, not when it is checked."""
+
+    def note(self, text: str) -> None:
+        """Leave it."""
 
 
 def _quantizing(modifiers: tuple[Modifier, ...]) -> list[Modifier]:

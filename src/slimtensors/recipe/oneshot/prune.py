@@ -15,7 +15,9 @@ from slimtensors.recipe.report import Step
 
 def prune(model: nn.Module, modifier: Pruning, how: How) -> Step:
     """Prune a model in place."""
-    layers = pruning.find_layers(model, modifier.targets, modifier.ignore)
+    layers = pruning.find_layers(
+        model, modifier.targets, modifier.ignore, structure=modifier.structure
+    )
     reports = pruning.prune_model(
         model,
         _shares(model, layers, modifier, how),

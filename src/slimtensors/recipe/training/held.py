@@ -44,6 +44,8 @@ class HeldMasks:
         """
         with ExitStack() as hooks:
             for name, weight in self.weights.items():
+                if not weight.requires_grad:
+                    continue
                 untyped: Any = weight
                 hook = untyped.register_hook(partial(self._mask_gradient, name))
                 hooks.callback(hook.remove)

@@ -141,8 +141,9 @@ def _held(modifier: ConstantPruning, model: nn.Module, held: Mapping[str, Tensor
 def _gradual(
     modifier: Gradual, model: nn.Module, held: Mapping[str, Tensor], length: Length
 ) -> GradualMasks:
-    layers = parameters_of(find_layers(model, modifier.targets, modifier.ignore).values())
-    _check_structure(modifier, layers)
+    structure = modifier.structure
+    found = find_layers(model, modifier.targets, modifier.ignore, structure=structure)
+    layers = parameters_of(found.values())
     weights = {name: layer.parameter for name, layer in layers.items()}
     everything = {
         name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()
@@ -150,7 +151,6 @@ def _gradual(
     allowed = {name: held.get(name, mask) for name, mask in everything.items()}
     schedule = _schedule(modifier, length)
     views = {name: layer.weight for name, layer in layers.items()}
-    structure = modifier.structure
     ranking = of_all_layers(structure) if modifier.apply_globally else by_layer(structure, views)
     if isinstance(modifier, GradualMagnitudePruning):
         return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
@@ -162,14 +162,6 @@ def _gradual(
         rate=modifier.score_learning_rate,
         first=_FIRST_SCORES[modifier.score_init],
     )
-
-
-def _check_structure(modifier: Gradual, layers: Mapping[str, Layer]) -> None:
-    for name, layer in layers.items():
-        try:
-            modifier.structure.check(*layer.matrices[0].shape)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
 
 
 def _schedule(modifier: Gradual, length: Length) -> Schedule:
