@@ -80,9 +80,7 @@ def factor(hessian: Tensor, *, damping: float, tell: Tell) -> Tensor:
         if not failed and torch.isfinite(lower).all():
             break
         if damping >= 1:
-            raise SingularError(
-                f"the Hessian is not positive, even with damping {damping:g}; calibrate on more"
-            )
+            raise SingularError(f"the Hessian is not positive, even with damping {damping:g}")
         added, damping = damping, max(2 * damping, 1e-4)
         tell(f"the Hessian is singular: damping raised to {damping:g}")
     upper: Tensor = lower.flip(0, 1)
