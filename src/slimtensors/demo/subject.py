@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slimtensors.beside import read_config
 from slimtensors.demo.text import LENGTH, excerpt
 from slimtensors.errors import ConfigError, MissingDependencyError
-from slimtensors.quantized_folder import Calibration
+from slimtensors.quantized_folder.calibrate import Calibration, find_class
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _PROMPT = "    def __init__(self, "
@@ -36,8 +36,7 @@ class Subject:
         """Find out what a folder holds; raise if that is no model that can be shown."""
         transformers = needed()
         config = read_config(folder)
-        names = config.get("architectures") or []
-        kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        kind = find_class(config.get("architectures") or [])
         if kind is None:
             raise ConfigError(f"{folder}: is no model: config.json names no class of transformers")
         section = config.get("quantization_config") or {}
@@ -53,10 +52,9 @@ class Subject:
 
     def load(self, folder: Path) -> nn.Module:
         """Load the model from a folder, however it is stored there, to run in float32."""
-        from slimtensors.integrations.transformers.auto import SparseAuto
+        from slimtensors.integrations.transformers.auto import sparse
 
-        loader: Any = type("Loader", (SparseAuto,), {"auto": self.kind})
-        model: nn.Module = loader.from_pretrained(folder, dtype=torch.float32)
+        model: nn.Module = sparse(self.kind).from_pretrained(folder, dtype=torch.float32)
         return model.eval()
 
     def timed(self, folder: Path) -> tuple[nn.Module, float]:

@@ -115,11 +115,7 @@ def _built(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:
         import transformers
     except ImportError:
         raise MissingDependencyError("transformers", "transformers") from None
-    config = transformers.AutoConfig.from_pretrained(source)
-    names: Sequence[str] = config.architectures or ()
-    kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
-    if kind is None:
-        raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
+    kind = saved_class(source)
     model: nn.Module = kind.from_pretrained(source, dtype=dtype or "auto").eval()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
@@ -128,3 +124,22 @@ def _built(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:
             f"{source}: has no tokenizer, which calibration needs: {error}"
         ) from error
     return model, tokenizer
+
+
+def saved_class(source: StrPath) -> Any:
+    """Return the class of transformers that saved a model, which is in a folder or has a name."""
+    import transformers
+
+    names: Sequence[str] = transformers.AutoConfig.from_pretrained(source).architectures or ()
+    if (kind := find_class(names)) is None:
+        raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
+    return kind
+
+
+def find_class(names: Sequence[str]) -> Any | None:
+    """Return the first of these classes that transformers has, if any."""
+    import transformers
+
+    return next(
+        (getattr(transformers, name) for name in names if hasattr(transformers, name)), None
+    )

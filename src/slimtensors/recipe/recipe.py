@@ -7,7 +7,7 @@ from typing import Any
 
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.recipe import text
+from slimtensors.recipe import yaml_text
 from slimtensors.recipe.modifiers import Modifier, make, name_of, written
 from slimtensors.spec import Json
 
@@ -81,7 +81,7 @@ class Recipe:
     @classmethod
     def from_yaml(cls, source: str) -> "Recipe":
         """Read YAML: `<name>_stage:`, in it `<group>_modifiers:`, in it modifiers by name."""
-        return cls.from_dict(text.parse(source))
+        return cls.from_dict(yaml_text.parse(source))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
@@ -107,7 +107,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return YAML that `from_yaml` makes an equal recipe of."""
-        return text.dump(self.to_dict())
+        return yaml_text.dump(self.to_dict())
 
     def save(self, folder: StrPath) -> None:
         """Write `recipe.yaml` into a folder."""

@@ -89,26 +89,27 @@ def _our_section(data: Json) -> Json | None:
     return section | ({"dtype": dtype_name(said)} if said else {})
 
 
-def _sparse(auto: Any) -> type[SparseAuto]:
+def sparse(auto: Any) -> Any:
+    """Return a class that loads as `auto` does, and whatever we know."""
     about = f"`{auto.__name__}` of transformers, for models that can be saved compressed."
     return type(f"Sparse{auto.__name__}", (SparseAuto,), {"auto": auto, "__doc__": about})
 
 
-SparseAutoModel = _sparse(transformers.AutoModel)
-SparseAutoModelForAudioClassification = _sparse(transformers.AutoModelForAudioClassification)
-SparseAutoModelForCTC = _sparse(transformers.AutoModelForCTC)
-SparseAutoModelForCausalLM = _sparse(transformers.AutoModelForCausalLM)
-SparseAutoModelForDepthEstimation = _sparse(transformers.AutoModelForDepthEstimation)
-SparseAutoModelForImageClassification = _sparse(transformers.AutoModelForImageClassification)
-SparseAutoModelForImageSegmentation = _sparse(transformers.AutoModelForImageSegmentation)
-SparseAutoModelForImageTextToText = _sparse(transformers.AutoModelForImageTextToText)
-SparseAutoModelForMaskedLM = _sparse(transformers.AutoModelForMaskedLM)
-SparseAutoModelForMultipleChoice = _sparse(transformers.AutoModelForMultipleChoice)
-SparseAutoModelForObjectDetection = _sparse(transformers.AutoModelForObjectDetection)
-SparseAutoModelForPreTraining = _sparse(transformers.AutoModelForPreTraining)
-SparseAutoModelForQuestionAnswering = _sparse(transformers.AutoModelForQuestionAnswering)
-SparseAutoModelForSemanticSegmentation = _sparse(transformers.AutoModelForSemanticSegmentation)
-SparseAutoModelForSeq2SeqLM = _sparse(transformers.AutoModelForSeq2SeqLM)
-SparseAutoModelForSequenceClassification = _sparse(transformers.AutoModelForSequenceClassification)
-SparseAutoModelForSpeechSeq2Seq = _sparse(transformers.AutoModelForSpeechSeq2Seq)
-SparseAutoModelForTokenClassification = _sparse(transformers.AutoModelForTokenClassification)
+SparseAutoModel = sparse(transformers.AutoModel)
+SparseAutoModelForAudioClassification = sparse(transformers.AutoModelForAudioClassification)
+SparseAutoModelForCTC = sparse(transformers.AutoModelForCTC)
+SparseAutoModelForCausalLM = sparse(transformers.AutoModelForCausalLM)
+SparseAutoModelForDepthEstimation = sparse(transformers.AutoModelForDepthEstimation)
+SparseAutoModelForImageClassification = sparse(transformers.AutoModelForImageClassification)
+SparseAutoModelForImageSegmentation = sparse(transformers.AutoModelForImageSegmentation)
+SparseAutoModelForImageTextToText = sparse(transformers.AutoModelForImageTextToText)
+SparseAutoModelForMaskedLM = sparse(transformers.AutoModelForMaskedLM)
+SparseAutoModelForMultipleChoice = sparse(transformers.AutoModelForMultipleChoice)
+SparseAutoModelForObjectDetection = sparse(transformers.AutoModelForObjectDetection)
+SparseAutoModelForPreTraining = sparse(transformers.AutoModelForPreTraining)
+SparseAutoModelForQuestionAnswering = sparse(transformers.AutoModelForQuestionAnswering)
+SparseAutoModelForSemanticSegmentation = sparse(transformers.AutoModelForSemanticSegmentation)
+SparseAutoModelForSeq2SeqLM = sparse(transformers.AutoModelForSeq2SeqLM)
+SparseAutoModelForSequenceClassification = sparse(transformers.AutoModelForSequenceClassification)
+SparseAutoModelForSpeechSeq2Seq = sparse(transformers.AutoModelForSpeechSeq2Seq)
+SparseAutoModelForTokenClassification = sparse(transformers.AutoModelForTokenClassification)

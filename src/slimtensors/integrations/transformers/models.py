@@ -1,6 +1,5 @@
 """Models as calls are given them: in memory, or in a folder or under a name, compressed or not."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -8,8 +7,9 @@ from torch import nn
 
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.integrations.transformers.auto import SparseAuto
+from slimtensors.integrations.transformers.auto import sparse
 from slimtensors.integrations.transformers.saving import enable
+from slimtensors.quantized_folder.calibrate import saved_class
 from slimtensors.tensors import CompressedTensor
 
 
@@ -21,14 +21,7 @@ def load_model(model: nn.Module | StrPath) -> Any:
     if isinstance(model, nn.Module):
         _check_plain(model)
         return model
-    config = transformers.AutoConfig.from_pretrained(model)
-    names: Sequence[str] = config.architectures or ()
-    kind = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
-    if kind is None:
-        raise ConfigError(f"{model}: config.json names no class of transformers: {list(names)}")
-    auto: Any = type(kind.__name__, (SparseAuto,), {"auto": kind})
-    loaded = auto.from_pretrained(model)
-    return enable(loaded)
+    return enable(sparse(saved_class(model)).from_pretrained(model))
 
 
 def load_tokenizer(model: nn.Module | StrPath) -> Any | None:

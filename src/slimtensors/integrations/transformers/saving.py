@@ -195,7 +195,8 @@ class SavePretrained:
         section = config.get("quantization_config")
         if section and self._origin.files and (source := self._origin.files[0].parent).is_dir():
             before = read_config(source).get("quantization_config", {})
-            section |= {key: before[key] for key in ("run_compressed",) if key in before}
+            if "run_compressed" in before:
+                section["run_compressed"] = before["run_compressed"]
         return config
 
     def _as_it_was(
@@ -207,8 +208,9 @@ class SavePretrained:
         if any(not file.exists() for file in self._origin.files):
             raise ConfigError(f"{source}: is gone; pass save_compressed=False for dense weights")
         archive = Archive.of_files(self._origin.files)
+        shards = archive.shards()
         for file in self._origin.files:
-            is_divisible = len(archive.shards().get(file.name, ())) > 1
+            is_divisible = len(shards.get(file.name, ())) > 1
             if is_divisible and limit is not None and file.stat().st_size > limit:
                 raise ConfigError(
                     f"max_shard_size: quantized weights are copied as they are, and {file} is"
