@@ -5,14 +5,12 @@
 Each profile is restored once, and then once every ten steps of a run: errors with a direction would
 add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
 weights, and another order of the batches. `gpt` is in the middle of its training, at a high rate,
-`gpt-late` near its end, on small batches. Each result is printed and stored, with its curve, as
-soon as it is there.
+`gpt-late` near its end, on small batches.
 """
 
-import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 from excp import excp
-from measure import RESULTS, options
+from measure import Report, options
 from training import TASKS, states
 
 from slimtensors.checkpoint import load_checkpoint, save_checkpoint
@@ -31,6 +29,9 @@ CASES = {
     "minilm": ("minilm", 60, 110),
 }
 """What was trained, at which step it is the base, and at which it is restored."""
+
+LIMITS = {"optimizer": 1e-4, "optimizer-bf16": 1e-4, "all": None}
+"""How far the loss of a profile may be from the exact one; else as far as by another order."""
 
 State = dict[str, Any]
 Change = Callable[[State], State]
@@ -102,44 +103,46 @@ def main() -> None:
     paths = states(trained, chosen.folder)
     base, state = (torch.load(paths[step]) for step in (before, now))
     plain = paths[now].stat().st_size
+    report = Report(f"checkpoint_resume-{name}", quick=chosen.quick, timed=False)
     exact, exact_held = resumed(name, state, steps, lambda s: s)
-    rows = []
 
-    def report(what: str, change: Change, sizes: list[int], times: int = 1, shift: int = 0):
+    def compare(what: str, change: Change, sizes: Sequence[int] = (), times: int = 1, shift=0):
+        """Go on with a change; note and return how far the loss held out is from the exact one."""
         losses, held = resumed(name, state, steps, change, times, shift)
-        curve = [a - b for a, b in zip(losses, exact, strict=True)]
         row = {
             "what": what,
             "restores": times,
             "smaller": plain / sizes[0] if sizes else None,
             "held_out": {at: held[at] - exact_held[at] for at in held},
-            "training": sum(map(abs, curve)) / len(curve),
-            "curve": curve,
+            "curve": [a - b for a, b in zip(losses, exact, strict=True)],
         }
-        rows.append(row)
-        size = f"{row['smaller']:6.2f}x" if sizes else " " * 7
-        out = ", ".join(
-            f"{difference:+.5f} after {at}" for at, difference in row["held_out"].items()
-        )
-        print(
-            f"{what:32} {times:2} restores {size}  held out {out};"
-            f" training |d| {row['training']:.5f}",
-            flush=True,
-        )
-        RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / f"checkpoint_resume-{name}.json"
-        data = {"exact": exact_held, "losses": exact, "rows": rows}
-        target.write_text(json.dumps(data, indent=1) + "\n")
+        report.rows.append(row)
+        print(line(row), flush=True)
+        return abs(row["held_out"][steps])
 
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder), base)
-        report("noise in the last bit of weights", noisy, [])
-        report("another order of batches", lambda s: s, [], shift=10_000)
-        report("ExCP's recipe", lambda s: excp(base, s), [])
+        compare("noise in the last bit of weights", noisy)
+        order = compare("another order of batches", lambda s: s, shift=10_000)
+        compare("ExCP's recipe", lambda s: excp(base, s))
         for times in (1, 10):
-            for profile in ("optimizer", "optimizer-bf16", "all"):
+            for profile, limit in LIMITS.items():
                 sizes: list[int] = []
-                report(profile, store.through(profile, sizes), sizes, times)
+                off = compare(profile, store.through(profile, sizes), sizes, times)
+                what = f"{profile}, {times} restores: loss off by"
+                report.at_most(what, off, order if limit is None else limit, "")
+    report.finish()
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row in words."""
+    size = f"{row['smaller']:6.2f}x" if row["smaller"] else " " * 7
+    out = ", ".join(f"{off:+.5f} after {at}" for at, off in row["held_out"].items())
+    training = sum(map(abs, row["curve"])) / len(row["curve"])
+    return (
+        f"{row['what']:32} {row['restores']:2} restores {size}  held out {out};"
+        f" training |d| {training:.5f}"
+    )
 
 
 if __name__ == "__main__":

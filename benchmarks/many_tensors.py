@@ -43,7 +43,7 @@ def run(
     shape = " x ".join(str(n) for n in next(iter(tensors.values())).shape)
     title = f"{len(tensors)} fp32 tensors of {shape}, {kind}"
     ours, dense = folder / "ours", folder / "dense"
-    slimtensors.save(tensors, ours)
+    slimtensors.save(tensors, ours, preset="sparse")
     save_file(tensors, dense)
     loaded = slimtensors.load(ours)
     assert all(same_bits(loaded[name], x) for name, x in tensors.items())

@@ -193,10 +193,14 @@ def peak_memory() -> Iterator[dict[str, int]]:
 
 
 class Report:
-    """One benchmark's rows, claims and surroundings; `finish` prints and stores them."""
+    """One benchmark's rows, claims and surroundings; `finish` prints and stores them.
 
-    def __init__(self, name: str, *, quick: bool) -> None:
+    One that is not `timed` measures sizes or quality, and nobody can disturb it.
+    """
+
+    def __init__(self, name: str, *, quick: bool, timed: bool = True) -> None:
         self.name = name if not quick else f"{name}-quick"
+        self._timed = timed
         self.rows: list[dict[str, Any]] = []
         self.claims: list[dict[str, Any]] = []
         self._machine = machine()
@@ -230,7 +234,7 @@ class Report:
     def _claim(
         self, what: str, value: float, sign: str, target: float, unit: str, *, met: bool
     ) -> None:
-        text = f"{value:.2f} {unit} ({sign} {target:g})"
+        text = f"{value:.4g} {unit} ({sign} {target:g})"
         print(f"  {'met   ' if met else 'MISSED'} {what}: {text}")
         self.claims.append(
             {
@@ -246,7 +250,7 @@ class Report:
         """Say whether others kept the machine busy meanwhile, and write the JSON file."""
         took = time.perf_counter() - self._since
         others = max((_busy() - self._busy) - (_own() - self._own), 0) / took
-        disturbed = others > 0.1
+        disturbed = self._timed and others > 0.1
         print(f"\n  {took:.0f} s; other processes used {others:.2f} cores", end="")
         print(": DISTURBED, run it again on an idle machine" if disturbed else "", flush=True)
         RESULTS.mkdir(exist_ok=True)

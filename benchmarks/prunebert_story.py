@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--steps", type=int, default=240, help="of movement pruning")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report = measure.Report("prunebert_story", quick=options.quick)
+    report = measure.Report("prunebert_story", quick=options.quick, timed=False)
     with TemporaryDirectory() as folder:
         tell(Path(folder), report, steps=(4, 8) if options.quick else (100, options.steps))
     report.finish()

@@ -25,7 +25,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=measure.RESULTS / "quality")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report = measure.Report("pruning", quick=options.quick)
+    report = measure.Report("pruning", quick=options.quick, timed=False)
     subjects = [Llama(options.folder, quick=options.quick), MiniLM()]
     print("| | Llama, perplexity | MiniLM, 1 - cosine |\n|---|---|---|")
     scores = {}

@@ -194,7 +194,7 @@ def _table(claims: Sequence[Result]) -> str:
 def _rows(claims: Sequence[Result]) -> Iterator[str]:
     for claim in claims:
         sign, target = claim["target"].split()
-        measured = f"{claim['value']:.2f} {claim.get('unit', 'x')}"
+        measured = f"{claim['value']:.4g} {claim.get('unit', 'x')}"
         met = "" if claim["met"] else "missed"
         yield f"| {claim['claim']} | {measured} | {sign} {float(target):g} | {met} |"
 

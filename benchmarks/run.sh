@@ -40,14 +40,13 @@ for name in import_time lossless masks cold_load deltas quantize_kernels product
 done
 run .venv-bench-peers scale # is short anyhow
 run .venv-bench-peers run_compressed --size half "$@"
-states=$(mktemp -d)
-run .venv-bench-peers checkpoints "$states" "$@"
-run .venv-bench-peers checkpoint_run "$states" "$@"
-run .venv-bench-peers distributed "$states" "$@"
+states=benchmarks/results/states # kept: training them takes longer than all the rest
+run .venv-bench-peers checkpoints $states "$@"
+run .venv-bench-peers checkpoint_run $states "$@"
+run .venv-bench-peers distributed $states "$@"
 for model in gpt-late gpt minilm; do
-    run .venv-bench-peers checkpoint_resume $model "$states" "$@"
+    run .venv-bench-peers checkpoint_resume $model $states "$@"
 done
-rm -r "$states"
 
 .venv-bench/bin/python benchmarks/results.py
 [ ${#failed[@]} -eq 0 ] || { echo "did not run: ${failed[*]}" >&2; exit 1; }
