@@ -42,4 +42,4 @@ $(VENV)/developing: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench .venv-bench-peers benchmarks/results build dist demo-output docs/_build
+	rm -rf $(VENV) .venv-bench* benchmarks/results build dist demo-output docs/_build

