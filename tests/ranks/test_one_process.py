@@ -18,7 +18,7 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
-from slimtensors.checkpoint.commit import replace_folder
+from slimtensors.container import replace_folder
 from slimtensors.distributed import StorageReader, StorageWriter
 from slimtensors.distributed.boxes import Box
 from slimtensors.distributed.manifest import read_manifest
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
 
 def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
     save(state(), tmp_path / "a")
-    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-tmp")
+    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-old")
     writer = StorageWriter(tmp_path / "a")
     with pytest.raises(CheckpointException, match="out of order"):
         dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
