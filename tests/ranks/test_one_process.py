@@ -332,6 +332,27 @@ def test_a_place_can_be_given_late(tmp_path):
     assert not StorageReader.validate_checkpoint_id("s3://a")
 
 
+@pytest.mark.parametrize("kind", [StorageReader, StorageWriter])
+def test_a_url_is_refused_at_once(kind):
+    with pytest.raises(ConfigError, match="s3://a: is a URL; this takes only files and folders"):
+        kind("s3://a")
+    with pytest.raises(ConfigError, match="s3://a: is a URL"):
+        kind().reset("s3://a")
+
+
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        ({"x\ud800": torch.ones(3)}, "holds half a character: 'x"),
+        ({"a": torch.ones(3), "b": "x\ud800"}, "b: holds half a character"),
+    ],
+)
+def test_half_a_character_is_named_and_refused(tmp_path, bad, where):
+    with pytest.raises(CheckpointException, match=where):
+        save(bad, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
 def test_saving_without_coordination_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="use_collectives"):
         dcp.save(
