@@ -9,8 +9,9 @@ import torch
 from reliability_tools import leftovers, run
 
 import slimtensors
-from slimtensors.container import hidden_folder, replace_folder
-from slimtensors.container.hidden import OLD, hidden_name, make_hidden, remove_abandoned
+from slimtensors.container import hidden_folder, hidden_name, remove_abandoned, replace_folder
+from slimtensors.container.hidden import MARK, OLD, make_hidden
+from slimtensors.folder import compress_folder
 from slimtensors.making.in_place import new_folder
 
 REPLACE = """
@@ -117,6 +118,18 @@ def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
     with new_folder(tmp_path / "x", replace=True):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_folder_made_anew_rids_its_place_of_what_was_left_there(tmp_path):
+    (tmp_path / "model").mkdir()
+    slimtensors.save({"x": torch.zeros(99)}, tmp_path / "model")
+    target = tmp_path / "small"
+    for mark in (MARK, OLD):
+        hidden_name(target, mark).mkdir()
+    compress_folder(tmp_path / "model", target)
+    assert [path.name[-4:] for path in tmp_path.glob(".small.*")] == ["-old"]
+    compress_folder(tmp_path / "model", target, replace=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "small"}
 
 
 KILLED = """

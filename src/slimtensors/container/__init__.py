@@ -5,6 +5,7 @@ from slimtensors.container.hidden import (
     MARK,
     hidden_folder,
     hidden_name,
+    remove_abandoned,
     replace_folder,
     sync_folder,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "open_files",
     "parse_size",
     "place",
+    "remove_abandoned",
     "replace_folder",
     "sending_folder",
     "sync_folder",

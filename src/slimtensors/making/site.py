@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from slimtensors import _core
-from slimtensors.container import LocalPlace, Place, StrPath, hidden_folder
+from slimtensors.container import LocalPlace, Place, StrPath, hidden_folder, remove_abandoned
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.lock import locked
 from slimtensors.making.in_place import check_replaceable, put_in_place
@@ -95,6 +95,7 @@ class LocalSite:
         self._goes_on = job is not None
         if self._goes_on:
             self._work.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self._target)
         else:  # a place of its own
             self._work = self._resources.enter_context(hidden_folder(self._target))
         self._resources.enter_context(locked(self._work))
