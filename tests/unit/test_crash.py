@@ -249,7 +249,7 @@ def test_an_interrupt_at_any_line_of_the_writer_leaves_a_whole_model_and_nothing
     """
     for kind, (lines, left) in each_kind(INTERRUPT_AT_LINE, quick):
         assert lines > 50, kind
-        made = {"__init__", "__enter__", "add", "make_hidden"}
+        made = {"__init__", "__enter__", "add", "make_hidden", "_opened"}
         assert {where.split()[1] for where in left} <= made, kind
 
 

@@ -35,13 +35,13 @@ def hidden_folder(target: Path) -> Iterator[Path]:
 def make_hidden(target: Path, make: Callable[[Path], object]) -> tuple[Path, int]:
     """Make a file or a folder beside `target`, and remove what killed processes left of theirs.
 
-    Returns its lock too: a descriptor to close when it has got its name or is gone.
+    Returns also the descriptor that locks it, to close when it has got its name or is gone.
     """
     remove_abandoned(target)
     while True:
         path = hidden_name(target)
         make(path)
-        lock = os.open(path, os.O_RDONLY)
+        lock = _opened(path)
         with suppress(OSError):  # without locks, it is never taken for abandoned
             fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():  # else another process has removed it before it was locked
@@ -96,8 +96,13 @@ def _stem(path: Path) -> str:
     return f".{os.fsdecode(os.fsencode(path.name)[:_LONGEST])}."
 
 
+def _opened(path: Path) -> int:
+    """Open for a lock, which network file systems give only to who may write."""
+    return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+
+
 def _remove_unlocked(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = _opened(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path) if path.is_dir() else path.unlink()

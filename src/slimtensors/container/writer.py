@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,13 +47,14 @@ class Writer:
     """
 
     def __init__(self, target: Path, *, reserve: int) -> None:
-        self._temporary, self._lock = make_hidden(target, lambda path: path.touch(exist_ok=False))
+        touch = partial(Path.touch, exist_ok=False)
+        self._temporary, self._descriptor = make_hidden(target, touch)
         self._reserve = max(-(-reserve // 8) * 8, 16)
         self._entries: dict[str, Entry] = {}
         self.checksums: dict[str, int | None] = {}
         self.size = 0
         """Bytes of tensors written so far."""
-        self._file: BinaryIO = self._temporary.open("r+b", buffering=_BUFFER)
+        self._file: BinaryIO = os.fdopen(self._descriptor, "r+b", _BUFFER, closefd=False)
         self._file.seek(self._reserve)
         self._sent = 0
 
@@ -110,7 +112,7 @@ class Writer:
         with suppress(OSError):  # closing flushes, which fails again if the disk is full
             self._file.close()
         self._temporary.unlink(missing_ok=True)
-        os.close(self._lock)
+        os.close(self._descriptor)  # until then, nobody takes it for abandoned
 
 
 def _start_writing(file: int) -> None:
