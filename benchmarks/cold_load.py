@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from measure import Report, options
+from measure import Report, options, peak_memory
 from safetensors.torch import load_file, save_file
 
 import slimtensors
@@ -51,16 +50,15 @@ def drop(folder):
 
 
 def load(folder, threads):
-    """Load everything, and print seconds and the most memory that was in use."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.perf_counter()
-    if folder.name == "dense":
-        held = [{k: x.clone() for k, x in load_file(path).items()} for path in folder.iterdir()]
-    else:
-        held = [slimtensors.load(path, threads=threads) for path in folder.iterdir()]
-    seconds = time.perf_counter() - begin
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "kib": after - before, "files": len(held)}))
+    """Load everything, and print seconds and by how much memory rose at the most."""
+    with peak_memory() as risen:
+        begin = time.perf_counter()
+        if folder.name == "dense":
+            held = [{k: x.clone() for k, x in load_file(path).items()} for path in folder.iterdir()]
+        else:
+            held = [slimtensors.load(path, threads=threads) for path in folder.iterdir()]
+        seconds = time.perf_counter() - begin
+    print(json.dumps({"seconds": seconds, "bytes": risen["peak"], "files": len(held)}))
 
 
 def run(folder, *, cold, threads=None):
@@ -108,10 +106,10 @@ def main():
                 found[case].append(run(how["folder"], **{k: how[k] for k in how if k != "folder"}))
         best = {case: min(runs, key=lambda r: r["seconds"]) for case, runs in found.items()}
     for case, result in best.items():
-        memory = result["kib"] * 1024 / size
+        memory = result["bytes"] / size
         print(f"{case:28} {result['seconds']:6.2f} s  {memory:5.2f} x the size in memory")
     time_ratio = best["lossless, cold"]["seconds"] / best["dense, cold"]["seconds"]
-    memory = max(r["kib"] for r in found["lossless, cold"]) * 1024 / size
+    memory = max(r["bytes"] for r in found["lossless, cold"]) / size
     warm = "lossless, warm"
     threads = best[f"{warm}, one thread"]["seconds"] / best[warm]["seconds"]
     report.at_most("cold: time of the dense load", time_ratio, 1.0)

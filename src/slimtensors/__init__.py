@@ -3,6 +3,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import slimtensors_command.as_module  # noqa: F401  before torch is imported
 from slimtensors.archive import Archive, Verification, inspect, load, open, save, verify
 from slimtensors.codecs import Bitmask, Bitmask24, Dense, Density, Gaps, Huffman, Int
 from slimtensors.delta import diff, restore

@@ -55,7 +55,7 @@ def _outline(
 ) -> Any:
     """Return JSON for `value`: plain where JSON has it, else a table with one key, its kind."""
     if type(value) in _PLAIN:  # as most of a state is: worth a way around all that follows
-        return value
+        return _checked(value, path) if type(value) is str else value
     if depth > _DEEPEST:
         raise UnsupportedTensorError(f"{path}: is nested more than {_DEEPEST} deep")
 
@@ -66,7 +66,7 @@ def _outline(
         case Tensor() | Encoded():
             return {"tensor": keep(path, value)}
         case str():
-            return value
+            return _checked(value, path)
         case float() if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
@@ -98,6 +98,14 @@ def _outline(
     raise UnsupportedTensorError(
         f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored"
     )
+
+
+def _checked(text: str, path: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedTensorError(f"{path}: holds half a character: {text[:80]!r}") from error
+    return text
 
 
 def _rebuilt(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:

@@ -18,12 +18,13 @@ from models import CONFIG, write_folder
 import slimtensors
 from slimtensors.cli import main
 from slimtensors.demo import text
+from slimtensors.demo.checkpoints import RUNS
 from slimtensors.demo.store import WAYS
 from slimtensors.report import read_report
 from slimtensors.sparsity import is_24
 
 COMMAND = [sys.executable, "-m", "slimtensors", "demo"]
-FOLDERS = ["checkpoints", "dense", *(way.folder for way in WAYS)]
+FOLDERS = ["dense", *RUNS.values(), *(way.folder for way in WAYS)]
 
 
 def run(*arguments):
@@ -54,7 +55,9 @@ def test_the_demo_shows_every_way_in_one_table(shown):
     head, *lines = said.split("\n\n")[0].splitlines()
     assert head.split()[:4] == ["stored", "as", "size", "smaller"]
     names = [re.split(r"\s{2,}", line)[0] for line in lines]
-    assert names == ["dense", *(way.name for way in WAYS), "8 checkpoints"]
+    chains = [f"8 checkpoints, {profile}" for profile in ("exact", "optimizer")]
+    assert names == ["dense", *(way.name for way in WAYS), *chains]
+    assert re.search(r"same weights, moments [1-9]\.\d\d%", lines[-1])
     assert said.count("same bits") == 3, "dense, lossless and the checkpoints"
     assert said.count(" writes: def __init__(self, ") == 2
     assert "left out" not in said
@@ -73,7 +76,8 @@ def test_the_demo_leaves_models_that_load_and_checkpoints_that_are_whole(shown):
     name = "model.layers.0.mlp.up_proj.weight"
     assert is_24(slimtensors.load(folder / "sparse-24")[name])
     assert (slimtensors.load(folder / "sparse-50")[name] == 0).float().mean() >= 0.5
-    assert main(["verify", str(folder / "checkpoints")]) == 0
+    for run in RUNS.values():
+        assert main(["verify", str(folder / run)]) == 0
     codes = slimtensors.load(folder / "w4a16-gptq")
     assert {x.dtype for x in codes.values()} == {torch.bfloat16, torch.int32, torch.int64}
     assert json.loads((folder / "w4a16-gptq/config.json").read_text())["quantization_config"]
@@ -155,7 +159,7 @@ def test_a_full_disk_is_found_before_anything_is_done(tmp_path, capsys, monkeypa
     few = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: few)
     assert run("-o", tmp_path / "deep" / "out", "--quick") == 2
-    assert "needs about 320.0 MB, and 1.0 MB are free" in one_line(capsys)
+    assert "needs about 440.0 MB, and 1.0 MB are free" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
 
 

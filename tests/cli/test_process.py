@@ -115,7 +115,7 @@ def test_130_is_an_interruption_and_nothing_is_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "y"]
 
 
-INTERRUPTED = """
+INTERRUPTER = """
 import signal, sys
 
 class Interrupter:
@@ -124,14 +124,22 @@ class Interrupter:
             signal.raise_signal(signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupter())
-from slimtensors_command import main
-sys.exit(main())
 """
 
 
-def test_130_is_an_interruption_while_torch_is_imported(source):
-    command = [sys.executable, "-c", INTERRUPTED, "inspect", source]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+INSTALLED = "import sys; from slimtensors_command import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", INSTALLED]])
+def test_130_is_an_interruption_while_torch_is_imported(source, tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTER)
+    done = subprocess.run(
+        [*command, "inspect", source],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
     said = (done.returncode, done.stdout, done.stderr)
     assert said == (130, "", "slimtensors: interrupted\n")
 

@@ -261,6 +261,19 @@ def test_a_folder_is_compressed_to_a_url(shards, memory):
     assert slimtensors.verify(f"{memory}/small", against=source)
 
 
+@pytest.mark.parametrize("inside", ["", "/model.safetensors.index.json", "/"])
+def test_a_url_in_the_folder_of_the_source_is_refused(shards, memory, inside):
+    source, _ = shards
+    compress_folder(source, f"{memory}/a")
+    before = held(f"{memory}/a")
+    with pytest.raises(ConfigError, match=r"/a/b: lies in the source's folder"):
+        compress_folder(f"{memory}/a{inside}", f"{memory}/a/b")
+    assert held(f"{memory}/a") == before
+    with pytest.raises(ConfigError, match="lies in the source's folder"):
+        compress_folder(f"{source}{inside}", f"file://{source}/b")
+    compress_folder(f"{memory}/a{inside}", f"{memory}/ab")
+
+
 def test_a_url_with_half_a_model_says_so_and_can_be_completed(shards, memory):
     source, want = shards
     stopped(source, f"{memory}/small", after=20_000)

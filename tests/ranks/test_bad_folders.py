@@ -47,6 +47,10 @@ def rewritten(folder, **changes):
     write_manifest(folder, replace(about, **changes))
 
 
+TWICE = [[[0, 0], [50, 700], 0], [[25, 0], [50, 700], 0]]
+"""As many items as there are, some of them twice."""
+
+
 def forged(folder, edit):
     """Edit the JSON itself, and seal it again."""
     path = folder / MANIFEST
@@ -105,6 +109,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(copy, name):
     [
         (lambda d: d["tensors"]["model.wide"]["chunks"].pop(), "chunks are missing"),
         (lambda d: d["tensors"]["model.wide"]["chunks"].append([[0, 0], [1, 1], 0]), "too many"),
+        (lambda d: d["tensors"]["model.wide"].update(chunks=TWICE), "two chunks overlap"),
         (lambda d: d["tensors"]["model.wide"].update(chunks=[[[50, 0], [100, 700], 0]]), "outside"),
         (lambda d: d["tensors"]["model.wide"].update(chunks=[[[0, 0], [100, 700], 9]]), "file 9"),
         (lambda d: d["tensors"]["model.wide"].update(dtype="float33"), "unknown dtype"),

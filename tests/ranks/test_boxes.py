@@ -1,12 +1,13 @@
 """Parts of tensors: what overlaps, and how chunks become pieces."""
 
+import itertools
 import math
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimtensors.distributed.boxes import Box, pieces
+from slimtensors.distributed.boxes import Box, overlapping, pieces
 
 
 @st.composite
@@ -36,6 +37,15 @@ def test_two_boxes_overlap_where_both_have_items(pair):
     assert both.any() == (common is not None)
     if common is not None:
         assert torch.equal(marked(common), both)
+
+
+@given(st.integers(1, 3).flatmap(lambda dims: st.lists(boxes(dims), max_size=6)))
+def test_boxes_overlap_if_two_of_them_do(several):
+    found = overlapping(several)
+    pairs = itertools.combinations(several, 2)
+    assert (found is not None) == any(a.overlap(b) is not None for a, b in pairs)
+    if found is not None:
+        assert found[0].overlap(found[1])
 
 
 @given(st.integers(0, 3).flatmap(boxes), st.integers(1, 60))

@@ -18,7 +18,7 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
-from slimtensors.checkpoint.commit import replace_folder
+from slimtensors.container import replace_folder
 from slimtensors.distributed import StorageReader, StorageWriter
 from slimtensors.distributed.boxes import Box
 from slimtensors.distributed.manifest import read_manifest
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
 
 def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
     save(state(), tmp_path / "a")
-    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-tmp")
+    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-old")
     writer = StorageWriter(tmp_path / "a")
     with pytest.raises(CheckpointException, match="out of order"):
         dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
@@ -330,6 +330,27 @@ def test_a_place_can_be_given_late(tmp_path):
         dcp.save(state(), storage_writer=StorageWriter(), no_dist=True)
     assert StorageWriter.validate_checkpoint_id("a")
     assert not StorageReader.validate_checkpoint_id("s3://a")
+
+
+@pytest.mark.parametrize("kind", [StorageReader, StorageWriter])
+def test_a_url_is_refused_at_once(kind):
+    with pytest.raises(ConfigError, match="s3://a: is a URL; this takes only files and folders"):
+        kind("s3://a")
+    with pytest.raises(ConfigError, match="s3://a: is a URL"):
+        kind().reset("s3://a")
+
+
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        ({"x\ud800": torch.ones(3)}, "holds half a character: 'x"),
+        ({"a": torch.ones(3), "b": "x\ud800"}, "b: holds half a character"),
+    ],
+)
+def test_half_a_character_is_named_and_refused(tmp_path, bad, where):
+    with pytest.raises(CheckpointException, match=where):
+        save(bad, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_saving_without_coordination_is_refused(tmp_path):

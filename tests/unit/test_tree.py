@@ -138,3 +138,18 @@ def test_a_state_survives_shards_and_being_saved_again(tmp_path):
         assert list(back) == list(state)
         assert back["betas"] == (0.9, 0.999)
         assert same_bits(back["w3"], state["w3"])
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"a": {"note": "x\ud800"}}, r"a\.note: holds half a character: 'x\\ud800'"),
+        ({"a": {"x\ud800": 3}}, r"a\.key: holds half a character: 'x\\ud800'"),
+        ({"a": {"x\ud800": torch.ones(3)}}, r"a\.key: holds half a character: 'x\\ud800'"),
+        ({"x\ud800": torch.ones(3)}, r"a tensor's name is not text: 'x\\ud800'"),
+    ],
+)
+def test_half_a_character_is_named_and_refused(tmp_path, state, where):
+    with pytest.raises(UnsupportedTensorError, match=where):
+        slimtensors.save(state, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []

@@ -45,13 +45,14 @@ class State:
     delta: Mapping[str, Any] | None = None
     """How the tensors differ from those of a base; complete once all items have been read."""
 
+    def __post_init__(self) -> None:
+        for name in (*(item.name for item in self.items), *self.tied):
+            check_name(name)
+
 
 def as_state(tensors: Mapping[str, Any] | Archive) -> State:
     """Check that all of it can be stored, and return it."""
-    state = _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
-    for name in (*(item.name for item in state.items), *state.tied):
-        check_name(name)
-    return state
+    return _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
 
 
 def _archived(archive: Archive) -> State:

@@ -19,6 +19,9 @@ from slimtensors.summary import counted, human
 
 _HEAD = ("stored as", "size", "smaller", "bits/weight", "perplexity", "save", "load", "comes back")
 _STEPS, _QUICK_STEPS = 600, 8
+_ABOUT_CHECKPOINTS = """
+A checkpoint is the whole state of the training: weights and the two moments of each, in float32,
+as a difference from an earlier one where that is smaller. 'optimizer' rounds the moments."""
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -55,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     with _quiet(), _bars() as watch:
         outcome = demonstrate(chosen, watch)
     print(_table(outcome))
+    if outcome.chains:
+        print(_ABOUT_CHECKPOINTS)
     for name, why in outcome.skipped.items():
         print(f"{name}: left out: {why}")
     for name, sentence in outcome.sentences.items():
@@ -63,13 +68,12 @@ def run(options: argparse.Namespace) -> int:
         print("\n--quick hardly trains the model: sizes tell something, perplexities do not.")
     print(f"\nLook at {options.output / 'report.html'} in a browser; the models are beside it.")
     is_exact = all(v.is_exact for v in outcome.report.variants if v.name in ("dense", "lossless"))
-    return 0 if is_exact and (outcome.chain is None or outcome.chain.is_exact) else 1
+    return 0 if is_exact and all(chain.is_exact for chain in outcome.chains) else 1
 
 
 def _table(outcome: Outcome) -> str:
     rows = [_row(variant) for variant in outcome.report.variants]
-    if outcome.chain is not None:
-        rows.append(_chain_row(outcome.chain))
+    rows += [_chain_row(chain) for chain in outcome.chains]
     return console.table(_HEAD, rows, left=1)
 
 
@@ -90,15 +94,22 @@ def _row(variant: Variant) -> tuple[str, ...]:
 
 def _chain_row(chain: Chain) -> tuple[str, ...]:
     return (
-        counted(len(chain.links), "checkpoint"),
+        f"{counted(len(chain.links), 'checkpoint')}, {chain.profile}",
         human(chain.bytes),
         f"{chain.dense_bytes / chain.bytes:.2f}x",
         "-",
         "-",
         _time(chain.save_seconds),
         _time(chain.load_seconds),
-        "same bits" if chain.is_exact else "DIFFERENT",
+        _back(chain),
     )
+
+
+def _back(chain: Chain) -> str:
+    if not chain.is_exact:
+        return "DIFFERENT"
+    error = chain.moment_error
+    return f"same weights, moments {error:.2%}" if error else "same bits"
 
 
 def _time(seconds: float) -> str:

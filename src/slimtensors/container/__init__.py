@@ -1,6 +1,14 @@
 """Safetensors files: header, reading, writing, shards."""
 
 from slimtensors.container.header import Entry, Header, check_name, has_code
+from slimtensors.container.hidden import (
+    MARK,
+    hidden_folder,
+    hidden_name,
+    remove_abandoned,
+    replace_folder,
+    sync_folder,
+)
 from slimtensors.container.place import LocalPlace, Place, RemotePlace, StrPath, local, place
 from slimtensors.container.reader import (
     DELTA,
@@ -25,12 +33,13 @@ from slimtensors.container.shards import (
     write_index,
     write_json,
 )
-from slimtensors.container.writer import Chunk, Piece, sync_folder
+from slimtensors.container.writer import Chunk, Piece
 
 __all__ = [
     "DELTA",
     "DISTRIBUTED",
     "INDEX",
+    "MARK",
     "SINGLE",
     "UNFINISHED",
     "Chunk",
@@ -48,6 +57,8 @@ __all__ = [
     "StrPath",
     "check_name",
     "has_code",
+    "hidden_folder",
+    "hidden_name",
     "is_inside",
     "local",
     "note_parameters",
@@ -56,6 +67,8 @@ __all__ = [
     "open_files",
     "parse_size",
     "place",
+    "remove_abandoned",
+    "replace_folder",
     "sending_folder",
     "sync_folder",
     "weight_files",

@@ -151,6 +151,25 @@ class RemotePlace:
     def open(self) -> Source:  # noqa: D102
         return RemoteFile(self.filesystem, self.path, str(self))
 
+    def holds(self, other: StrPath) -> bool:
+        """Tell whether another place lies in this one, or is it."""
+        path = self._path_of(other)
+        return path is not None and f"{path}/".startswith(f"{self.path}/")
+
+    def lies_in(self, other: StrPath) -> bool:
+        """Tell whether this lies in another place."""
+        path = self._path_of(other)
+        return path is not None and self.path.startswith(f"{path}/")
+
+    def _path_of(self, other: StrPath) -> str | None:
+        """Return what this file system calls a place; none if it is another one's."""
+        from fsspec.utils import get_protocol
+
+        known = self.filesystem.protocol
+        if get_protocol(str(other)) not in ((known,) if isinstance(known, str) else known):
+            return None
+        return str(self.filesystem._strip_protocol(str(other))).rstrip("/")
+
     def write(self, data: bytes) -> None:
         """Make this a file with that content."""
         with naming(str(self)):
@@ -169,9 +188,9 @@ class RemotePlace:
 
 
 def local(path: StrPath) -> Path:
-    """Return a path that can be written; raise if it is a URL."""
+    """Return a path of this machine; raise if it is a URL."""
     if isinstance(path, str) and "://" in path:
-        raise ConfigError(f"{path}: only local files can be written")
+        raise ConfigError(f"{path}: is a URL; this takes only files and folders of this machine")
     if path == "":
         raise ConfigError("an empty path names nothing")
     return Path(path)

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from slimtensors.container.hidden import sync_folder
 from slimtensors.container.place import LocalPlace
 from slimtensors.container.reader import INDEX, SINGLE, open_file, read_index
-from slimtensors.container.writer import Piece, Writer, check_target, sync_folder
+from slimtensors.container.writer import Piece, Writer, check_target
 from slimtensors.errors import ConfigError, FormatError
 from slimtensors.spec import Json
 
@@ -65,7 +66,7 @@ class FileOutput(_Writers):
     def __init__(self, path: Path, *, reserve: int) -> None:
         super().__init__()
         self._target = check_target(path)
-        self._writers.append(Writer(self._target.parent, reserve=reserve))
+        self._writers.append(Writer(self._target, reserve=reserve))
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Append what belongs to one tensor."""
@@ -98,14 +99,14 @@ class FolderOutput(_Writers):
         folder.mkdir(parents=True, exist_ok=True)
         # Few tensors reach a small shard, so the room for all their names would outweigh them.
         self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
-        self._writers.append(Writer(folder, reserve=self._reserve))
+        self._writers.append(Writer(folder / SINGLE, reserve=self._reserve))
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Append what belongs to one tensor, in a new shard if it would not fit."""
         writer = self._writers[-1]
         size = sum(piece.spec.nbytes for piece in pieces)
         if self._limit is not None and writer.size and writer.size + size > self._limit:
-            writer = Writer(self._folder, reserve=self._reserve)
+            writer = Writer(self._folder / SINGLE, reserve=self._reserve)
             self._writers.append(writer)
         for piece in pieces:
             writer.add(piece)

@@ -2,11 +2,11 @@
 
 import ctypes
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from slimtensors.container import header as headers
 from slimtensors.container.header import Entry
+from slimtensors.container.hidden import make_hidden
 from slimtensors.errors import ConfigError
 from slimtensors.spec import Spec
 
 _AHEAD = 16 << 20
 """Bytes after which the disk is told to begin."""
+
+_BUFFER = 1 << 20
 
 Chunk = Tensor | bytes
 """Bytes on their way to a file: `bytes`, or a flat `uint8` tensor in main memory."""
@@ -43,14 +46,15 @@ class Writer:
     `discard` removes it; after `commit` there is nothing left to remove.
     """
 
-    def __init__(self, folder: Path, *, reserve: int) -> None:
-        self._temporary = folder / f".{secrets.token_hex(8)}.slimtensors-tmp"
+    def __init__(self, target: Path, *, reserve: int) -> None:
+        touch = partial(Path.touch, exist_ok=False)
+        self._temporary, self._descriptor = make_hidden(target, touch)
         self._reserve = max(-(-reserve // 8) * 8, 16)
         self._entries: dict[str, Entry] = {}
         self.checksums: dict[str, int | None] = {}
         self.size = 0
         """Bytes of tensors written so far."""
-        self._file: BinaryIO = self._temporary.open("xb", buffering=1 << 20)
+        self._file: BinaryIO = os.fdopen(self._descriptor, "r+b", _BUFFER, closefd=False)
         self._file.seek(self._reserve)
         self._sent = 0
 
@@ -95,23 +99,20 @@ class Writer:
         return not self._temporary.exists()
 
     def _move_data(self, start: int) -> None:
-        self._file.close()
-        old = self._temporary
-        new = old.with_suffix(".slimtensors-tmp2")
-        with old.open("rb") as source, new.open("xb") as target:
-            source.seek(self._reserve)
-            target.seek(start)
-            shutil.copyfileobj(source, target, 1 << 20)
-        new.replace(old)
+        """Move all towards the end of the file, the last bytes first."""
+        for begin in reversed(range(0, self.size, _BUFFER)):
+            self._file.seek(self._reserve + begin)
+            data = self._file.read(min(_BUFFER, self.size - begin))
+            self._file.seek(start + begin)
+            self._file.write(data)
         self._reserve = start
-        self._file = old.open("r+b")
 
     def discard(self) -> None:
         """Remove whatever has not been committed."""
         with suppress(OSError):  # closing flushes, which fails again if the disk is full
             self._file.close()
-        for leftover in (self._temporary, self._temporary.with_suffix(".slimtensors-tmp2")):
-            leftover.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
+        os.close(self._descriptor)  # until then, nobody takes it for abandoned
 
 
 def _start_writing(file: int) -> None:
@@ -120,15 +121,6 @@ def _start_writing(file: int) -> None:
     if send is not None:  # only Linux has it
         everything, begin = 0, 2  # a length, SYNC_FILE_RANGE_WRITE
         send(file, ctypes.c_int64(0), ctypes.c_int64(everything), begin)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_target(path: Path) -> Path:

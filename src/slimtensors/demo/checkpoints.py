@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,9 @@ from slimtensors.spec import as_bytes
 
 _SAVES = 8
 
+RUNS = {"exact": "checkpoints", "optimizer": "checkpoints-optimizer"}
+"""Profiles by which the state is kept, weights always exactly, and the folders."""
+
 OnStep = Callable[[int, int, float], object]
 """Called after each step with its number, how many there are, and the loss."""
 
@@ -23,13 +28,16 @@ OnStep = Callable[[int, int, float], object]
 class Chain:
     """A run that was kept, and what that took."""
 
+    profile: str
     links: list[Link]
     save_seconds: float
     """Of one checkpoint."""
     load_seconds: float
     """Of the newest."""
     is_exact: bool
-    """Whether the newest is what the training ended with, bit for bit."""
+    """Whether the weights of the newest are what the training ended with, bit for bit."""
+    moment_error: float
+    """Of the moments of the newest, on average; relative, RMS."""
 
     @property
     def bytes(self) -> int:
@@ -43,27 +51,54 @@ class Chain:
 
 
 def train(
-    training: Training, run: Path, lesson: Callable[[int], Tensor], steps: int, on_step: OnStep
-) -> Chain:
-    """Train, saving eight times on the way, and look at what was saved."""
-    saving = 0.0
+    training: Training, folder: Path, lesson: Callable[[int], Tensor], steps: int, on_step: OnStep
+) -> list[Chain]:
+    """Train, saving eight times on the way by each profile, and look at what was saved."""
     every = max(steps // _SAVES, 1)
     parts = (training.model, training.optimizer, training.schedule)
-    with checkpointing(run, *parts, every=every, keyframe_every=_SAVES, async_=False) as ckpt:
+    saving = dict.fromkeys(RUNS, 0.0)
+    with ExitStack() as stack:
+        loops = {
+            profile: stack.enter_context(
+                checkpointing(
+                    folder / run,
+                    *parts,
+                    every=every,
+                    keyframe_every=_SAVES,
+                    profile=profile,
+                    async_=False,
+                )
+            )
+            for profile, run in RUNS.items()
+        }
         for step in range(steps):
             loss = training.step(lesson(step))
-            begin = time.perf_counter()
-            ckpt.step(loss=loss)
-            saving += time.perf_counter() - begin
+            for profile, ckpt in loops.items():
+                begin = time.perf_counter()
+                ckpt.step(loss=loss)
+                saving[profile] += time.perf_counter() - begin
             on_step(step + 1, steps, loss)
         if steps % every:
-            ckpt.save(loss=loss)
-    newest = points(run)[-1].path
+            for ckpt in loops.values():
+                ckpt.save(loss=loss)
+    return [_looked_at(folder, profile, training.model, saving[profile]) for profile in RUNS]
+
+
+def _looked_at(folder: Path, profile: str, model: nn.Module, saving: float) -> Chain:
+    run = folder / RUNS[profile]
+    newest = points(run)[-1]
     begin = time.perf_counter()
-    state = load_checkpoint(newest)
+    state = load_checkpoint(newest.path)
     loading = time.perf_counter() - begin
-    found = links(run)
-    return Chain(found, saving / len(found), loading, _same(training.model, state["model"]))
+    found, errors = links(run), newest.manifest.errors.values()
+    return Chain(
+        profile,
+        found,
+        saving / len(found),
+        loading,
+        _same(model, state["model"]),
+        fmean(errors) if errors else 0.0,
+    )
 
 
 def _same(model: nn.Module, stored: dict[str, Tensor]) -> bool:

@@ -31,8 +31,8 @@ from slimtensors.report import (
 )
 from slimtensors.summary import human
 
-DENSE, RUN = "dense", "checkpoints"
-_TRAINED_BYTES = 320_000_000
+DENSE = "dense"
+_TRAINED_BYTES = 440_000_000
 """What all folders of the model that is trained here take together."""
 _TIMES = 6
 """How often the bytes of a model are written, in all ways together."""
@@ -66,7 +66,7 @@ class Outcome:
     """What came out."""
 
     report: Report
-    chain: Chain | None
+    chains: list[Chain]
     skipped: Mapping[str, str]
     """What could not be shown, and why."""
     sentences: Mapping[str, str]
@@ -86,50 +86,49 @@ def demonstrate(options: Options, watch: Watch) -> Outcome:
     threads = torch.get_num_threads() if options.model else 1
     with _threads(threads), new_folder(options.output, *sources, replace=options.replace) as folder:
         skipped: dict[str, str] = {}
-        chain: Chain | None
         if options.model is None:
-            took, chain = _trained(folder, options, watch)
+            took, chains = _trained(folder, options, watch)
             subject = Subject.of(folder / DENSE, text.unseen(), samples=samples)
             title = "byte-level Llama"
         else:
             took = _timed(lambda: decompress_folder(options.model or "", folder / DENSE))
-            chain = _tuned(subject, folder, watch, skipped)
+            chains = _tuned(subject, folder, watch, skipped)
             title = options.model.resolve().name
         made = _Making(folder, subject, watch, skipped)
         variants = [made.measured(_DENSE, took), *made.every()]
-        report = replace(new_report(title, variants), checkpoints=chain.links if chain else [])
+        report = replace(new_report(title, variants), checkpoints=chains[0].links if chains else [])
         write_report(report, folder / "report.json")
         write_page(report, folder / "report.html")
         sentences = made.sentences(variants) if subject.is_causal else {}
-    return Outcome(report, chain, skipped, sentences)
+    return Outcome(report, chains, skipped, sentences)
 
 
 _DENSE = Way("dense", DENSE, "As it is, in plain safetensors.", lambda *_: None)
 
 
-def _trained(folder: Path, options: Options, watch: Watch) -> tuple[float, Chain]:
+def _trained(folder: Path, options: Options, watch: Watch) -> tuple[float, list[Chain]]:
     steps, seen = options.steps, text.seen()
     training = new_training(steps, layers=2 if options.is_quick else 4)
     with _threads(_free_cores()):
-        chain = train(training, folder / RUN, lambda step: lesson(seen, step), steps, watch.on_step)
-    return _timed(lambda: write_llama(training.model, folder / DENSE)), chain
+        chains = train(training, folder, lambda step: lesson(seen, step), steps, watch.on_step)
+    return _timed(lambda: write_llama(training.model, folder / DENSE)), chains
 
 
-def _tuned(subject: Subject, folder: Path, watch: Watch, skipped: dict[str, str]) -> Chain | None:
+def _tuned(subject: Subject, folder: Path, watch: Watch, skipped: dict[str, str]) -> list[Chain]:
     """Train a given model a little, for its checkpoints."""
     with Archive(folder / DENSE) as archive:
         weights = sum(archive.spec(name).numel for name in archive)
     if not subject.is_causal or weights > _MOST_TRAINED:
         why = "its class predicts no text" if not subject.is_causal else f"{weights:,} weights"
         skipped["checkpoints"] = f"it is not trained here: {why}"
-        return None
+        return []
     model = subject.load(folder / DENSE).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     tokens = torch.split(subject.tokens, 2)
     return train(
         Training(model, optimizer, schedule),
-        folder / RUN,
+        folder,
         lambda step: tokens[step % len(tokens)],
         _STEPS_OF_OWN,
         watch.on_step,

@@ -1,7 +1,7 @@
 """Boxes: parts of a tensor, as ranks hold them and files store them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,24 @@ class Box:
             at >= 0 and n >= 0 and at + n <= size
             for at, n, size in zip(self.at, self.shape, shape, strict=True)
         )
+
+
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes of a tensor that have items in common; none if all lie apart."""
+    filled = [box for box in boxes if box.numel]
+    if len(filled) < 2:
+        return None
+    # Along the dimension that tells the most apart, few others reach to where a box begins.
+    dims = range(len(filled[0].at))
+    dim = max(dims, key=lambda dim: len({box.at[dim] for box in filled}))
+    reaching: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.at[dim]):
+        reaching = [other for other in reaching if other.at[dim] + other.shape[dim] > box.at[dim]]
+        for other in reaching:
+            if box.overlap(other):
+                return other, box
+        reaching.append(box)
+    return None
 
 
 def pieces(chunk: Box, dtype: torch.dtype, limit: int, part: Box | None = None) -> Iterator[Box]:

@@ -9,7 +9,7 @@ from typing import Any
 from slimtensors import _core
 from slimtensors.checkpoint.commit import write_file
 from slimtensors.container import DISTRIBUTED as MANIFEST
-from slimtensors.distributed.boxes import Box
+from slimtensors.distributed.boxes import Box, overlapping
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 from slimtensors.spec import Json, Spec, parse_shape
 
@@ -218,6 +218,8 @@ def _tensor(name: str, row: Json, files: int) -> StoredTensor:
             raise CorruptFileError(f"{name}: a chunk lies outside of the tensor: {chunk.box}")
     if sum(chunk.box.numel for chunk in chunks) != spec.numel:
         raise CorruptFileError(f"{name}: chunks are missing, or there are too many")
+    if found := overlapping([chunk.box for chunk in chunks]):
+        raise CorruptFileError(f"{name}: two chunks overlap: {found[0]} and {found[1]}")
     return StoredTensor(spec, chunks, _path(name, row["path"]))
 
 

@@ -1,21 +1,13 @@
 """Checkpoints that are not complete: a hidden folder, which takes its name at the end."""
 
 import os
-import re
 import secrets
-import shutil
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
-from slimtensors.checkpoint.commit import (
-    MARK,
-    check_free,
-    hidden,
-    leftovers,
-    place_folder,
-    replace_folder,
-)
-from slimtensors.container import StrPath, local, sync_folder
+from slimtensors.checkpoint.commit import check_free, place_folder
+from slimtensors.container import StrPath, hidden_folder, local, replace_folder, sync_folder
 from slimtensors.distributed.manifest import Manifest, base_name, is_distributed, write_manifest
 from slimtensors.errors import ConfigError
 
@@ -31,12 +23,9 @@ class Pending:
             _check_not_needed(self.target)
         else:
             check_free(self.target)
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        for folder in _interrupted(self.target):
-            shutil.rmtree(folder, ignore_errors=True)
-        self.folder = hidden(self.target)
-        self.folder.mkdir()
-        self._removed = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        resources = ExitStack()
+        self.folder = resources.enter_context(hidden_folder(self.target))
+        self._close = weakref.finalize(self, resources.close)
 
     def commit(self, manifest: Manifest) -> None:
         """Describe the checkpoint, which is then complete, and give it its name."""
@@ -46,7 +35,7 @@ class Pending:
             replace_folder(self.folder, self.target)
         else:
             place_folder(self.folder, self.target)
-        self._removed.detach()
+        self._close()
 
 
 def real_path(path: StrPath) -> Path:
@@ -62,11 +51,3 @@ def _check_not_needed(target: Path) -> None:
                 f"{target}: is not overwritten, because {folder.name} is a difference from it;"
                 " remove that first, or save elsewhere"
             )
-
-
-def _interrupted(target: Path) -> list[Path]:
-    """List what earlier saves to the same place have left behind."""
-    name = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}" + re.escape(MARK))
-    found = [folder for folder in leftovers(target.parent) if name.fullmatch(folder.name)]
-    # Where nothing has the name, a complete one may be all there is: it was about to be replaced.
-    return [folder for folder in found if target.exists() or not is_distributed(folder)]

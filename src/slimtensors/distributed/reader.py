@@ -47,7 +47,7 @@ class StorageReader(Reader):
         threads: int | None = None,
     ) -> None:
         super().__init__()
-        self.checkpoint_id = path
+        self.checkpoint_id = None if path is None else local(path)
         self._base, self._threads = base, threads
         self._stored: StoredShards | None = None
 
@@ -59,7 +59,7 @@ class StorageReader(Reader):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin to read another checkpoint."""
         if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
+            self.checkpoint_id = local(checkpoint_id)
         self._stored = None
 
     def read_metadata(self) -> Metadata:
@@ -67,7 +67,7 @@ class StorageReader(Reader):
         if self.checkpoint_id is None:
             raise ConfigError("which one? Give StorageReader a path, or dcp.load a checkpoint_id")
         base = local(self._base) if self._base is not None else None
-        self._stored = StoredShards(local(self.checkpoint_id), base=base)
+        self._stored = StoredShards(self.checkpoint_id, base=base)
         metadata = to_metadata(self._stored.manifest)
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return metadata

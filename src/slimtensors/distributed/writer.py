@@ -18,7 +18,7 @@ from torch.futures import Future
 from slimtensors.checkpoint.filters import Filter, chosen
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.roles import About
-from slimtensors.container import StrPath
+from slimtensors.container import StrPath, local
 from slimtensors.distributed.boxes import Box, pieces
 from slimtensors.distributed.coding import How, describe
 from slimtensors.distributed.manifest import PIECE, VERSION, Base, Manifest
@@ -72,7 +72,7 @@ class StorageWriter(Writer):
         threads: int | None = None,
     ) -> None:
         super().__init__()
-        self.checkpoint_id = path
+        self.checkpoint_id = None if path is None else local(path)
         self._piece_bytes = piece_bytes
         self._preset, self._profile, self._lossy = preset, find_profile(profile), lossy
         self._preset_label = preset if isinstance(preset, str) else "own"
@@ -90,7 +90,7 @@ class StorageWriter(Writer):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin another checkpoint."""
         if checkpoint_id is not None:
-            self.checkpoint_id = checkpoint_id
+            self.checkpoint_id = local(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be complete or absent."""

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from slimtensors.checkpoint import Point, load_checkpoint, points
-from slimtensors.checkpoint.commit import remove_folder, replace_folder, write_file
+from slimtensors.checkpoint.commit import remove_folder, write_file
 from slimtensors.checkpoint.io import FlatState, save_flat
 from slimtensors.checkpoint.keyframes import next_base, saves_since_keyframe
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import needed
-from slimtensors.container import local
+from slimtensors.container import local, replace_folder
 from slimtensors.errors import ConfigError
 
 _UNWANTED = "unwanted"

@@ -1,13 +1,11 @@
 """A finished folder takes the place of another one, if that may go."""
 
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from slimtensors.container import StrPath, local, sync_folder
+from slimtensors.container import StrPath, hidden_folder, local, replace_folder, sync_folder
 from slimtensors.errors import ConfigError
 
 
@@ -16,30 +14,19 @@ def new_folder(path: StrPath, *sources: StrPath, replace: bool) -> Iterator[Path
     """Give a folder to fill, which takes the place of `path` at the end, or disappears."""
     target = Path(os.path.realpath(local(path)))
     check_replaceable(target, sources, replace=replace)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.slimtensors-tmp")
-    folder.mkdir()
-    try:
+    with hidden_folder(target) as folder:
         yield folder
         put_in_place(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_in_place(folder: Path, target: Path) -> None:
     """Rename `folder` to `target`; what was there goes when the new one is in place."""
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.slimtensors-old")
-    try:
-        if target.exists():
-            target.rename(old)
+    sync_folder(folder)
+    if target.exists():
+        replace_folder(folder, target)
+    else:
         folder.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    sync_folder(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
+        sync_folder(target.parent)
 
 
 def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:

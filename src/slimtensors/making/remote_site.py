@@ -29,6 +29,8 @@ class RemoteSite:
         return str(self._target)
 
     def begin(self, job: Json | None) -> None:  # noqa: D102
+        if any(self._target.lies_in(_folder_of(source)) for source in self._sources):
+            raise ConfigError(f"{self}: lies in the source's folder; name a place outside of it")
         if self._mark.exists():
             if not is_same(job, self._mark.read(), str(self), self._replace):
                 self._clear(job)
@@ -97,7 +99,7 @@ class RemoteSite:
             raise ConfigError(f"{self}: exists already; pass replace=True")
         if not self._target.is_folder():
             raise ConfigError(f"{self}: is a file, not a folder")
-        if any(f"{source}/".startswith(f"{self}/") for source in self._sources):
+        if any(self._target.holds(source) for source in self._sources):
             raise ConfigError(f"{self}: holds the source and cannot be replaced")
         if not any(name.endswith(".safetensors") for name in self._target.walk()):
             raise ConfigError(f"{self}: holds files, but no model, and is not replaced")
@@ -111,3 +113,8 @@ class RemoteSite:
 
     def _record(self, kind: Kind, key: str) -> RemotePlace:
         return self._work.child(f"records/{kind}/{key}.json")
+
+
+def _folder_of(source: StrPath) -> str:
+    text = str(source).rstrip("/")
+    return text.rpartition("/")[0] if text.endswith((".json", ".safetensors")) else text

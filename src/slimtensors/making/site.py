@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from slimtensors import _core
-from slimtensors.container import LocalPlace, Place, StrPath, sync_folder
+from slimtensors.container import LocalPlace, Place, StrPath, hidden_folder, remove_abandoned
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.lock import locked
 from slimtensors.making.in_place import check_replaceable, put_in_place
@@ -94,10 +93,11 @@ class LocalSite:
     def begin(self, job: Json | None) -> None:  # noqa: D102
         check_replaceable(self._target, self._sources, replace=self._replace)
         self._goes_on = job is not None
-        if not self._goes_on:  # a place of its own
-            mark = secrets.token_hex(4)
-            self._work = self._work.with_name(f".{self._target.name}.{mark}.slimtensors-tmp")
-        self._work.mkdir(parents=True, exist_ok=True)
+        if self._goes_on:
+            self._work.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self._target)
+        else:  # a place of its own
+            self._work = self._resources.enter_context(hidden_folder(self._target))
         self._resources.enter_context(locked(self._work))
         known = self._work / "job.json"
         if known.exists() and not is_same(job, known.read_bytes(), str(self), self._replace):
@@ -158,9 +158,7 @@ class LocalSite:
             os.fsync(file.fileno())
 
     def commit(self) -> None:  # noqa: D102
-        folder = self._work / "files"
-        sync_folder(folder)
-        put_in_place(folder, self._target)
+        put_in_place(self._work / "files", self._target)
         self.drop()
 
     def drop(self) -> None:  # noqa: D102

@@ -25,23 +25,23 @@ function drawChain(links) {
   });
   const drawing = svg(
     "svg",
-    { viewBox: `0 0 ${width} ${top + height + 20}`, role: "img", "aria-label": "Sizes of checkpoints by step", vars: { "min-width": `${Math.min(width, 500)}px`, "max-width": `${Math.max(width, 320)}px` } },
+    { viewBox: `0 0 ${width} ${top + height + 20}`, role: "img", "aria-label": "Sizes of checkpoints by step", vars: { "min-width": `${Math.min(width, 500)}px`, "max-width": `${width}px` } },
     shapes,
   );
   const stored = links.reduce((sum, link) => sum + link.bytes, 0);
   const dense = links.reduce((sum, link) => sum + link.dense_bytes, 0);
   const metrics = [...new Set(links.flatMap((link) => Object.keys(link.metrics)))].slice(0, 4);
   const head = ["checkpoint", "step", "kind", "from", "stored", "of whole", ...metrics];
-  const isText = (i) => i === 0 || i === 2 || i === 3;
+  const kinds = ["text", "", "text", "text wide"];
   const rows = links.map((link) => {
     const cells = [
       link.name, link.step ?? "–", link.base ? "delta" : "full", link.base ?? "–", bytes(link.bytes),
       percent(link.dense_bytes ? link.bytes / link.dense_bytes : 0),
       ...metrics.map((name) => (typeof link.metrics[name] === "number" ? short(link.metrics[name]) : "–")),
     ];
-    return h("tr", {}, cells.map((cell, i) => h("td", { class: isText(i) ? "text" : "" }, String(cell))));
+    return h("tr", {}, cells.map((cell, i) => h("td", { class: kinds[i] ?? "" }, String(cell))));
   });
-  const table = h("table", {}, h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { scope: "col", class: isText(i) ? "text" : "" }, name)))), h("tbody", {}, rows));
+  const table = h("table", {}, h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { scope: "col", class: kinds[i] ?? "" }, name)))), h("tbody", {}, rows));
   const about = `${counted(links.length, "checkpoint")} in ${bytes(stored)} instead of ${bytes(dense)}: ${times(dense, stored)} smaller. Blue stands alone, green is a difference.`;
   section("checkpoints", "Checkpoints", about, h("figure", { class: "card scroll" }, drawing), h("div", { class: "card scroll tall", vars: { "margin-top": "12px" } }, table));
 }

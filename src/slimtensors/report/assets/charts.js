@@ -138,15 +138,16 @@ function spaced(least, worst, isLog) {
 
 function mark(point, x, y, taken, width, isChosen, pick) {
   const long = point.name.length * 7.4;
+  const share = { start: 0, middle: 0.5, end: 1 };
   const spots = [
-    [x + 8, y + 4], [x - 8 - long, y + 4], [x - long / 2, y - 10], [x - long / 2, y + 18],
-    [x + 6, y - 9], [x - 6 - long, y - 9], [x + 6, y + 16], [x - 6 - long, y + 16],
-    [x + 8, y + 28], [x - 8 - long, y + 28], [x + 8, y - 22], [x - 8 - long, y - 22],
-  ];
-  const free = ([lx, ly]) =>
+    ["start", x + 8, y + 4], ["end", x - 8, y + 4], ["middle", x, y - 10], ["middle", x, y + 18],
+    ["start", x + 6, y - 9], ["end", x - 6, y - 9], ["start", x + 6, y + 16], ["end", x - 6, y + 16],
+    ["start", x + 8, y + 28], ["end", x - 8, y + 28], ["start", x + 8, y - 22], ["end", x - 8, y - 22],
+  ].map(([anchor, tx, ly]) => ({ anchor, tx, lx: tx - long * share[anchor], ly }));
+  const free = ({ lx, ly }) =>
     lx > 2 && lx + long < width + 4 && ly > 4 &&
     !taken.some((o) => lx < o.x + o.width && o.x < lx + long && ly - 10 < o.y + o.height && o.y < ly + 2);
-  const [lx, ly] = spots.find(free) ?? spots[0];
+  const { anchor, tx, lx, ly } = spots.find(free) ?? spots[0];
   taken.push({ x: lx, y: ly - 10, width: long, height: 12 });
   const act = () => pick(point.i);
   return svg(
@@ -158,6 +159,6 @@ function mark(point, x, y, taken, width, isChosen, pick) {
       onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } },
     },
     svg("circle", { class: "dot", cx: x, cy: y, r: 5 }),
-    svg("text", { x: lx, y: ly }, point.name),
+    svg("text", { x: tx, y: ly, "text-anchor": anchor }, point.name),
   );
 }

@@ -65,11 +65,11 @@ function drawVariants() {
     h("td", { class: "text" }, variant.name),
     h("td", {}, bytes(variant.stored_bytes)),
     h("td", { class: "wide" }, times(variant.dense_bytes, variant.stored_bytes)),
-    h("td", {}, bits(variant.stored_bytes, variant.items).toFixed(2)),
+    h("td", { class: "wide" }, bits(variant.stored_bytes, variant.items).toFixed(2)),
     measured.map((key) => h("td", { class: key === "perplexity" ? "" : "wide" }, key in variant.measured ? write[key](variant.measured[key]) : "–")),
     h("td", { class: variant.is_exact ? "" : "loss" }, loss(variant.is_exact, variant.error)),
   ));
-  const wide = (name) => (["smaller", "save", "load"].includes(name) ? "wide" : "");
+  const wide = (name) => (["smaller", "bits", "save", "load"].includes(name) ? "wide" : "");
   const table = h("table", { id: "variant-table" }, h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { scope: "col", class: i ? wide(name) : "text" }, name)))), h("tbody", {}, rows));
   const plot = ratePlot(report, chosen, choose);
   const boxed = h("div", { class: "card scroll" }, table);
