@@ -12,6 +12,7 @@ from slimtensors.codecs.integer import Int
 from slimtensors.codecs.registry import (
     Chunked,
     Codec,
+    Cut,
     Divisible,
     Into,
     Ranged,
@@ -30,6 +31,7 @@ __all__ = [
     "Bitmask24",
     "Chunked",
     "Codec",
+    "Cut",
     "Dense",
     "Density",
     "Divisible",

@@ -60,6 +60,15 @@ class Divisible(Protocol):
 
 
 @runtime_checkable
+class Cut(Divisible, Protocol):
+    """An ability: to find the parts of pieces in the parts of the whole."""
+
+    def cut(self, parts: Parts, like: Spec, every: int) -> list[Parts]:
+        """Return views, the parts of every so many items; that is a multiple of `step`."""
+        ...
+
+
+@runtime_checkable
 class Into(Protocol):
     """An ability: to decode into memory that is there, since fresh memory costs as much again."""
 
