@@ -87,13 +87,18 @@ class Ranged(Protocol):
 
 
 @cache  # asking a protocol is slow, and a model has thousands of tensors
-def _is_chunked(cls: type[Codec]) -> bool:
-    return issubclass(cls, Chunked)
+def _can(cls: type[Codec], ability: type) -> bool:
+    return issubclass(cls, ability)
 
 
 def as_chunked(codec: Codec) -> Chunked | None:
     """Return `codec` itself if it has the ability `Chunked`."""
-    return cast(Chunked, codec) if _is_chunked(type(codec)) else None
+    return cast(Chunked, codec) if _can(type(codec), Chunked) else None
+
+
+def as_into(codec: Codec) -> Into | None:
+    """Return `codec` itself if it has the ability `Into`."""
+    return cast(Into, codec) if _can(type(codec), Into) else None
 
 
 C = TypeVar("C", bound=type[Codec])
