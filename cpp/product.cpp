@@ -24,6 +24,7 @@ const ProductKernels& kernels() {
     return product_kernels_plain();
 }
 
+constexpr std::size_t few = 2;  // groups of inputs for which it is faster to read codes anew than to decode
 constexpr std::size_t inputs_in_cache = 64;  // that all rows are multiplied by before the next ones come
 
 std::size_t divide_up(std::size_t n, std::size_t by) { return n / by + (n % by != 0); }
@@ -73,9 +74,9 @@ class Panel {
   public:
     explicit Panel(const Product& product)
         : all_(product),
-          decode_(product.kind == Codes::packed ? loops_.nibbles
-                  : product.kind == Codes::fp8  ? loops_.fp8
-                                                : loops_.ints),
+          codes_(product.kind == Codes::packed ? loops_.nibbles
+                 : product.kind == Codes::fp8  ? loops_.fp8
+                                               : loops_.ints),
           scales_(rows_at_once * product.across),
           zeros_(rows_at_once * product.across, lowest()) {}
 
@@ -96,18 +97,33 @@ class Panel {
         for (std::size_t begin = 0; begin < all_.columns; begin += one_piece) {
             const std::size_t end = std::min(begin + one_piece, all_.columns);
             const std::size_t length = divide_up(end - begin, whole) * whole;
-            for (std::size_t r = 0; r < height; ++r) decode(first + r, r, begin, end, length);
+            const bool direct =
+                height == rows_at_once && inputs <= few * loops_.inputs_at_once && is_whole(begin, end);
+            for (std::size_t r = 0; !direct && r < height; ++r) decode(first + r, r, begin, end, length);
             const float* const given = all_.inputs.data() + from * all_.padded + begin;
             std::size_t groups = divide_up(inputs, loops_.inputs_at_once);
             for (std::size_t n = 0, some = 0; n < inputs; n += some, --groups) {
                 some = divide_up(inputs - n, groups);  // groups of much the same size
-                loops_.multiply[some](floats_.data(), given + n * all_.padded, all_.padded, length,
-                                      sums_.data() + n * rows_at_once);
+                float* const sums = sums_.data() + n * rows_at_once;
+                if (direct)
+                    codes_.multiply[some](all_.codes.data() + first * all_.stride, all_.stride, scales(0),
+                                          all_.across, begin, end, given + n * all_.padded, all_.padded,
+                                          sums);
+                else
+                    loops_.multiply[some](floats_.data(), given + n * all_.padded, all_.padded, length, sums);
             }
         }
         for (std::size_t n = 0; n < inputs; ++n)
             std::copy_n(sums_.data() + n * rows_at_once, height,
                         all_.products + (from + n) * all_.rows + first);
+    }
+
+    RowScales scales(std::size_t place) const {
+        return {scales_.data() + place * all_.across, zeros_.data() + place * all_.across, all_.block};
+    }
+
+    bool is_whole(std::size_t begin, std::size_t end) const {
+        return (end - begin) % whole == 0 && (all_.across == 1 || all_.block % whole == 0);
     }
 
     void read_blocks(std::size_t first, std::size_t count) {
@@ -125,17 +141,15 @@ class Panel {
 
     void decode(std::size_t row, std::size_t place, std::size_t begin, std::size_t end, std::size_t length) {
         float* const floats = floats_.data() + place * apart;
-        const RowScales scales{scales_.data() + place * all_.across, zeros_.data() + place * all_.across,
-                               all_.block};
         if (end - begin < length) std::fill(floats + length - whole, floats + length, 0.0f);
         fetch((row + rows_at_once) * all_.stride + begin * all_.stride / all_.columns,
               (end - begin) * all_.stride / all_.columns);
-        decode_(all_.codes.data() + row * all_.stride, scales, begin, end, floats);
+        codes_.decode(all_.codes.data() + row * all_.stride, scales(place), begin, end, floats);
     }
 
     const Product& all_;
     const ProductKernels& loops_ = all_.loops;
-    Decode decode_;
+    const CodeKernels& codes_;
     std::vector<float> scales_;
     std::vector<std::int32_t> zeros_;
     std::vector<float> floats_ = std::vector<float>(rows_at_once * apart);

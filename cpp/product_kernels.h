@@ -32,8 +32,20 @@ using Decode = void (*)(const std::uint8_t* codes, const RowScales& row, std::si
 using Multiply = void (*)(const float* rows, const float* inputs, std::size_t stride, std::size_t length,
                           float* sums);
 
+// Do what decoding and then multiplying does, to the same bits, without floats in between: for `rows_at_once`
+// rows, whose codes lie `row_bytes` apart and whose scales `across`. A block, and the columns from `begin` to
+// `end`, are multiples of `whole`.
+using MultiplyCodes = void (*)(const std::uint8_t* codes, std::size_t row_bytes, const RowScales& rows,
+                               std::size_t across, std::size_t begin, std::size_t end, const float* inputs,
+                               std::size_t stride, float* sums);
+
+struct CodeKernels {
+    Decode decode;
+    MultiplyCodes multiply[most_inputs + 1];  // by the number of inputs
+};
+
 struct ProductKernels {
-    Decode ints, nibbles, fp8;
+    CodeKernels ints, nibbles, fp8;
     std::size_t width;  // of vectors
     unsigned inputs_at_once;
     Multiply multiply[most_inputs + 1];  // by the number of inputs

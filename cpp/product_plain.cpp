@@ -23,16 +23,40 @@ struct Plain {
     }
     static void store(float* at, const Vector& v) { std::memcpy(at, v.items, sizeof v.items); }
 
-    static Vector ints(const std::uint8_t* codes, float scale, std::int32_t zero) {
-        return each([=](std::size_t k) { return float(static_cast<std::int8_t>(codes[k]) - zero) * scale; });
-    }
-    static void nibbles(const std::uint8_t* codes, float scale, std::int32_t zero, float* floats) {
-        store(floats, each([=](std::size_t k) { return float((codes[k] & 15) - zero) * scale; }));
-        store(floats + width, each([=](std::size_t k) { return float((codes[k] >> 4) - zero) * scale; }));
-    }
-    static Vector e4m3(const std::uint8_t* codes, float scale) {
-        return each([=](std::size_t k) { return E4M3::value(codes[k]) * scale; });
-    }
+    struct Ints {
+        static constexpr std::size_t vectors = 1;
+        float scale;
+        std::int32_t zero;
+
+        Ints(float s, std::int32_t z) : scale(s), zero(z) {}
+        void read(const std::uint8_t* codes, Vector* weights) const {
+            weights[0] = each([=, this](std::size_t k) {
+                return static_cast<float>(static_cast<std::int8_t>(codes[k]) - zero) * scale;
+            });
+        }
+    };
+
+    struct Nibbles {
+        static constexpr std::size_t vectors = 2;
+        float scale;
+        std::int32_t zero;
+
+        Nibbles(float s, std::int32_t z) : scale(s), zero(z) {}
+        void read(const std::uint8_t* codes, Vector* weights) const {
+            weights[0] = each([=, this](std::size_t k) { return float((codes[k] & 15) - zero) * scale; });
+            weights[1] = each([=, this](std::size_t k) { return float((codes[k] >> 4) - zero) * scale; });
+        }
+    };
+
+    struct Fp8 {
+        static constexpr std::size_t vectors = 1;
+        float scale;
+
+        Fp8(float s, std::int32_t) : scale(s) {}
+        void read(const std::uint8_t* codes, Vector* weights) const {
+            weights[0] = each([=, this](std::size_t k) { return E4M3::value(codes[k]) * scale; });
+        }
+    };
 
     static Vector multiply_add(const Vector& a, const Vector& b, const Vector& sum) {
         return each([&](std::size_t k) { return sum.items[k] + a.items[k] * b.items[k]; });

@@ -110,10 +110,11 @@ def decode(encoded: Encoded, each: Each = serially) -> Tensor:
 
 def decode_into(encoded: Encoded, out: Tensor, each: Each = serially) -> Tensor:
     """Undo `encode`, into the memory of `out` if the codec can do that; return the tensor."""
-    if not isinstance(encoded.codec, codecs.Into):
+    into = codecs.as_into(encoded.codec)
+    if into is None:
         return decode(encoded, each)
     try:
-        encoded.codec.decode_into(plain_parts(encoded, each), out, each)
+        into.decode_into(plain_parts(encoded, each), out, each)
     except KeyError as error:
         raise CorruptFileError(f"codec {encoded.codec.name!r} lacks its part {error}") from error
     return out

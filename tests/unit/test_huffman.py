@@ -313,6 +313,19 @@ def test_a_range_of_items_is_decoded_alone(dtype):
             Huffman().decode_range(parts, Spec.of(x), begin, end)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int8])
+def test_pieces_lie_within_the_whole(dtype):
+    x = (torch.randn(5 * CHUNK + 100) * 50).to(dtype)
+    parts, step = Huffman().encode(x), Huffman().step(Spec.of(x))
+    for every in (step, 2 * step, 100 * step):
+        pieces = Huffman().cut(parts, Spec.of(x), every)
+        for piece, wanted in zip(pieces, torch.split(x, every), strict=True):
+            assert same_bits(Huffman().decode(piece, Spec.of(wanted)), wanted.clone())
+            assert piece["data"].untyped_storage().data_ptr() == parts["data"].data_ptr()
+    with pytest.raises(CorruptFileError):
+        Huffman().cut({**parts, "data": parts["data"][1:]}, Spec.of(x), step)
+
+
 def test_random_bytes_grow_by_the_chunk_table_only():
     x = torch.randint(0, 256, (5 * CHUNK,), dtype=torch.uint8)
     parts = Huffman().encode(x)

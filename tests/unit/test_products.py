@@ -50,8 +50,9 @@ def slow(codes, scale, zero, block, x):
 def cases(draw):
     kind = draw(st.sampled_from(["int", "packed", "fp8"]))
     rows = draw(st.integers(1, 15))
-    columns = draw(st.integers(1, 150) | st.integers(1000, 1100))  # around one piece of a row, too
-    block = min(2 * draw(st.integers(1, 80)), columns)
+    # Around one piece of a row, too, and of whole vectors, which are never floats in memory.
+    columns = draw(st.integers(1, 150) | st.integers(1000, 1100) | st.sampled_from([32, 96, 1024]))
+    block = min(2 * draw(st.integers(1, 80) | st.sampled_from([16, 32])), columns)
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     if kind == "fp8":
         codes = torch.randn(rows, columns, generator=g).mul(50).to(torch.float8_e4m3fn)

@@ -19,6 +19,7 @@ from slimtensors.quantization import (
     quantize_,
 )
 from slimtensors.tensors import CodedTensor
+from slimtensors.tensors import coded as coded_tensors
 from slimtensors.tensors.coded import Ahead
 
 TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -59,6 +60,29 @@ def test_the_next_weight_is_decoded_on_another_thread(monkeypatch):
     threads.clear()
     assert same_bits(coded(TOKENS), wanted)
     assert not threads
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("columns", [1024, 1408, 1001])  # whole chunks, with others, never
+def test_large_weights_are_multiplied_in_exact_pieces(columns, dtype, ahead, monkeypatch):
+    monkeypatch.setattr(coded_tensors, "_IN_CACHE", 1 << 19)
+    monkeypatch.setattr(coded_tensors, "_AHEAD", 1 << 19)
+    random = torch.Generator().manual_seed(0)
+    dense = nn.Linear(columns, 1100)
+    dense.weight.data = torch.randn(1100, columns, generator=random) / columns**0.5
+    dense = dense.to(dtype).requires_grad_(False)
+    held = nn.Sequential(copy.deepcopy(dense))
+    quantize_(held, coded_weight())
+    if ahead:
+        decode_ahead(held)
+    for shape in [(1,), (5,), (2, 16)]:
+        x = torch.randn(*shape, columns, generator=random).to(dtype)
+        assert same_bits(held(x), dense(x))
+    pieces = coded_tensors._cut(held[0].weight, 1 << 19)
+    assert (len(pieces) > 1) == (dtype is not torch.float32 and columns != 1001)
+    rows = [piece.rows for piece in pieces]
+    assert [row for some in rows for row in range(1100)[some]] == list(range(1100))
 
 
 def test_inputs_of_weights_decoded_ahead_may_need_gradients():

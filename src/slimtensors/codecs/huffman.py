@@ -86,6 +86,16 @@ class Huffman:
         """Return the items of a chunk: a complex number is two of them."""
         return _CHUNK * _kind(spec.dtype).itemsize // spec.dtype.itemsize
 
+    def cut(self, parts: Parts, like: Spec, every: int) -> list[Parts]:
+        """Return the chunks of every so many items."""
+        chunks, data = _checked(parts, like)
+        groups = in_groups(chunks.shape[0], every // self.step(like))
+        places = _all_places(chunks, groups, data)
+        return [
+            {"chunks": chunks[some], "data": data[place]}
+            for some, place in zip(groups, places, strict=True)
+        ]
+
     def decode_into(self, parts: Parts, out: Tensor, each: Each = serially) -> None:
         """Decode into the memory of `out`."""
         _decode_all(*_checked(parts, Spec.of(out)), out, each)
@@ -154,6 +164,15 @@ def _places(chunks: Tensor, groups: Sequence[slice]) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
+def _all_places(chunks: Tensor, groups: Sequence[slice], data: Tensor) -> list[slice]:
+    """Return where each of these groups lies, which together are all chunks of `data`."""
+    places = _places(chunks, groups)
+    end = places[-1].stop if places else 0
+    if end != data.numel():
+        raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {end}")
+    return places
+
+
 def _checked(parts: Parts, like: Spec) -> tuple[Tensor, Tensor]:
     chunks, data = parts["chunks"], parts["data"]
     shape = _kind(like.dtype).table(like.nbytes)
@@ -171,9 +190,7 @@ def _decode_all(chunks: Tensor, data: Tensor, out: Tensor, each: Each) -> None:
         _decode(rows, data, kind, items)
         return
     groups = in_groups(chunks.shape[0], _GROUP)
-    places = _places(chunks, groups)
-    if places[-1].stop != data.numel():
-        raise CorruptFileError(f"{data.numel()} bytes of data, but chunks of {places[-1].stop}")
+    places = _all_places(chunks, groups, data)
 
     def one(i: int) -> None:
         some = groups[i]

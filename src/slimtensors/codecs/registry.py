@@ -60,6 +60,15 @@ class Divisible(Protocol):
 
 
 @runtime_checkable
+class Cut(Divisible, Protocol):
+    """An ability: to find the parts of pieces in the parts of the whole."""
+
+    def cut(self, parts: Parts, like: Spec, every: int) -> list[Parts]:
+        """Return views, the parts of every so many items; that is a multiple of `step`."""
+        ...
+
+
+@runtime_checkable
 class Into(Protocol):
     """An ability: to decode into memory that is there, since fresh memory costs as much again."""
 
@@ -78,13 +87,18 @@ class Ranged(Protocol):
 
 
 @cache  # asking a protocol is slow, and a model has thousands of tensors
-def _is_chunked(cls: type[Codec]) -> bool:
-    return issubclass(cls, Chunked)
+def _can(cls: type[Codec], ability: type) -> bool:
+    return issubclass(cls, ability)
 
 
 def as_chunked(codec: Codec) -> Chunked | None:
     """Return `codec` itself if it has the ability `Chunked`."""
-    return cast(Chunked, codec) if _is_chunked(type(codec)) else None
+    return cast(Chunked, codec) if _can(type(codec), Chunked) else None
+
+
+def as_into(codec: Codec) -> Into | None:
+    """Return `codec` itself if it has the ability `Into`."""
+    return cast(Into, codec) if _can(type(codec), Into) else None
 
 
 C = TypeVar("C", bound=type[Codec])

@@ -1,10 +1,11 @@
 """Weights held entropy-coded: decoded when they are used, best ahead of it on another thread."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from math import gcd
 from threading import Lock
 from typing import Self
 
@@ -24,6 +25,12 @@ from slimtensors.tensors.convert import Compression
 _MOST_LEAVES = 16
 _RUN = 1 << 17
 """Items that are decoded for one, at the least."""
+
+_IN_CACHE = 2 << 20
+"""Bytes that are decoded at a time, to be used while they are in a cache."""
+
+_AHEAD = 4 << 20
+"""Bytes that are decoded at a time on another thread, which must be worth waking it."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,11 @@ class CodedTensor(CompressedTensor):
         return decode(self.encoded()).to(self.device, self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by what was decoded ahead, or is now."""
-        if self._ahead is None:
-            return functional.linear(x, self.dequantize(), bias)
-        with self._ahead.decoded(self) as dense:
-            return functional.linear(x, dense, bias)
+        """Multiply by some rows after the other, which were decoded ahead or are now."""
+        out = x.new_empty((*x.shape[:-1], self.shape[0]))
+        for rows, dense in self._ahead.decoded(self) if self._ahead else _decoded(self):
+            out[..., rows] = functional.linear(x, dense, None if bias is None else bias[rows])
+        return out
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """Return dense rows, decoding only the chunks of a few."""
@@ -113,13 +120,13 @@ def coded_weight(preset: str | Plan = "lossless") -> Compression:
 
 
 class Ahead:
-    """Decodes each of some weights while the one before it is used; at most two are dense."""
+    """Decodes each piece of some weights while the one before it is used: two are dense at most."""
 
     def __init__(self, weights: Iterable[CodedTensor]) -> None:
         """Expect the weights in this order; if others come, they are decoded when they do."""
         self._weights = list(weights)
         self._following = {id(one): other for one, other in pairwise(self._weights)}
-        self._started: tuple[CodedTensor, Future[_Decoded]] | None = None
+        self._started: tuple[CodedTensor, Future[_Begun]] | None = None
         self._room: list[Tensor] = []
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "slimtensors-ahead")
@@ -132,31 +139,42 @@ class Ahead:
             weight._ahead = None
         self._pool.shutdown()
 
-    @contextmanager
-    def decoded(self, weight: CodedTensor) -> Iterator[Tensor]:
-        """Give the dense weight, which must not be kept, and start to decode the next one."""
+    def decoded(self, weight: CodedTensor) -> Iterator[tuple[slice, Tensor]]:
+        """Give some dense rows after the other, not to be kept, and decode the next meanwhile."""
         with self._lock:
             started, self._started = self._started, None
-        mine = started[1].result() if started and started[0] is weight else self._decode(weight)
+        begun = started[1].result() if started and started[0] is weight else self._begin(weight)
+        mine = begun.first
+        for piece, next_piece in pairwise([*begun.pieces, None]):
+            assert piece is not None
+            soon = None if next_piece is None else self._pool.submit(self._decode, next_piece)
+            if soon is None:
+                self._start_following(weight)
+            try:
+                yield piece.rows, mine.dense
+            finally:
+                self._room.append(mine.room)
+            if soon is not None:
+                mine = soon.result()
+        if id(weight) not in self._following:
+            self._room.clear()
+
+    def _start_following(self, weight: CodedTensor) -> None:
         following = self._following.get(id(weight))
         if following is not None:
             with self._lock:
-                self._started = following, self._pool.submit(self._decode, following)
-        try:
-            yield mine.dense
-        finally:
-            self._room.append(mine.room)
-            if following is None:
-                self._room.clear()
+                self._started = following, self._pool.submit(self._begin, following)
 
-    def _decode(self, weight: CodedTensor) -> "_Decoded":
-        held = weight.encoded()
-        room = self._find_room(held.spec.nbytes)
-        out = room[: held.spec.nbytes].view(held.spec.dtype).view(held.spec.shape)
-        return _Decoded(room, decode_into(held, out).to(weight.device, weight.dtype))
+    def _begin(self, weight: CodedTensor) -> "_Begun":
+        pieces = _cut(weight, _AHEAD)
+        return _Begun(pieces, self._decode(pieces[0]))
+
+    def _decode(self, piece: "_Piece") -> "_Decoded":
+        room = self._find_room(piece.held.spec.nbytes)
+        return _Decoded(room, piece.decode(room))
 
     def _find_room(self, nbytes: int) -> Tensor:
-        """Take memory that another weight has left; what is too small is given back."""
+        """Take memory that another piece has left; what is too small is given back."""
         try:
             room = self._room.pop()
         except IndexError:
@@ -165,9 +183,76 @@ class Ahead:
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """Some rows of a weight, and what they are when they are dense."""
+
+    held: Encoded
+    rows: slice
+    device: torch.device
+    dtype: torch.dtype
+
+    def decode(self, room: Tensor) -> Tensor:
+        """Return the rows, in this memory if their codec can do that."""
+        spec = self.held.spec
+        out = room[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        return decode_into(self.held, out).to(self.device, self.dtype)
+
+
+@dataclass(frozen=True)
 class _Decoded:
     room: Tensor
     dense: Tensor
+
+
+@dataclass(frozen=True)
+class _Begun:
+    pieces: list[_Piece]
+    first: _Decoded
+
+
+def _decoded(weight: CodedTensor) -> Iterator[tuple[slice, Tensor]]:
+    """Give some dense rows after the other, all of them in the same memory."""
+    pieces = _cut(weight, _IN_CACHE)
+    room = empty(Spec(torch.uint8, (pieces[0].held.spec.nbytes,)))
+    return ((piece.rows, piece.decode(room)) for piece in pieces)
+
+
+def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
+    """Return pieces of about so many bytes; one if products by pieces might not be exact."""
+    held = weight.encoded()
+    codec, spec = held.codec, held.spec
+    count, columns = spec.shape
+    parts: Sequence[Mapping[str, Tensor | Encoded]] = [held.parts]
+    every = max(count, 1)
+    if isinstance(codec, codecs.Cut) and spec.numel and _rows_stand_alone(weight.dtype):
+        step = codec.step(spec)
+        least = step // gcd(step, columns)  # rows that are whole chunks
+        every = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
+        parts = codec.cut(plain_parts(held), spec, every * columns)
+    pieces = []
+    for first, some in zip(range(0, max(count, 1), every), parts, strict=True):
+        rows = slice(first, min(first + every, count))
+        piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), some)
+        pieces.append(_Piece(piece, rows, weight.device, weight.dtype))
+    return pieces
+
+
+@cache
+def _rows_stand_alone(dtype: torch.dtype) -> bool:
+    """Try whether a product by some rows of a weight has the bits of that by all rows.
+
+    torch adds up 16-bit numbers in the order of columns, however many rows there are; float32 not.
+    """
+    if dtype.itemsize != 2:
+        return False
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(1024, 1024, generator=random).to(dtype)
+    for count in (1, 5, 32):
+        x = torch.randn(count, 1024, generator=random).to(dtype)
+        some = [functional.linear(x, rows) for rows in torch.split(weight, 384)]
+        if not torch.equal(torch.cat(some, 1), functional.linear(x, weight)):
+            return False
+    return True
 
 
 def decode_ahead(blocks: Iterable[nn.Module]) -> Ahead:

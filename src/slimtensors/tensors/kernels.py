@@ -20,7 +20,7 @@ _FEW = 128
 """Inputs up to which our kernel is faster than dequantized weights in float32."""
 
 _VERY_FEW = 8
-"""Inputs up to which torch multiplies 8-bit codes faster than our kernel."""
+"""Inputs up to which torch multiplies 8-bit codes faster than our kernel without vectors."""
 
 _ALIGNED = 64
 """What torch aligns memory to."""
@@ -100,6 +100,8 @@ class Kernels:
 
 def _is_for_torch(codes: Tensor, params: Params, args: QuantizationArgs) -> bool:
     # For bf16 only: with other dtypes torch's kernel takes ten times as long as a dense product.
+    if _core.cpu() != "plain":
+        return False
     by_row = args.strategy is QuantizationStrategy.CHANNEL and params.zero_point is None
     kinds = codes.dtype is torch.int8 and params.scale.dtype is torch.bfloat16
     # It reads whole vectors at aligned addresses, and would end the process at any other.
