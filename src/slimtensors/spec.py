@@ -191,7 +191,7 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensors of {x.dtype} cannot be stored")
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
-    if x.device.type == "meta":
+    if x.is_meta:
         raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
     if _extent(x) > x.untyped_storage().nbytes():
         raise UnsupportedTensorError(f"{name}: its memory has been freed, or some of it")
