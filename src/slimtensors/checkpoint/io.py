@@ -79,6 +79,11 @@ class FlatState:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FlatState":
         """Take a state apart; raise, with its path, if something in it cannot be stored."""
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise UnsupportedTensorError(
+                f"a checkpoint is a table, as build_checkpoint returns, not a {kind}"
+            )
         found, tree = taken_apart(state)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         for name in found.keys() - tensors.keys():
