@@ -1,7 +1,7 @@
 """What to store of each tensor of a state: itself, how it differs from a base, or less of it."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -59,9 +59,9 @@ class Coding:
     allowed: Collection[str]
     """Names of the tensors that the profile may touch."""
     base: BaseTensors | None
-    errors: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
     """Relative RMS error of each tensor that was rounded; filled as they are written."""
-    kept_exact: dict[str, str]
+    kept_exact: dict[str, str] = field(default_factory=dict)
     """Tensors that the profile would round and that are not, and why."""
 
     def state(self, tree: Json | None) -> State:

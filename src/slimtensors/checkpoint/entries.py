@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from slimtensors.checkpoint.precision import MANTISSA, multiples, short_dtype, with_bits
 from slimtensors.errors import CorruptFileError
 from slimtensors.memory import empty
-from slimtensors.residual import undo, ungrouped
+from slimtensors.residual import Kind, undo, ungrouped
 from slimtensors.spec import Each, Json, Spec
 
 WHOLE, SAME = "whole", "same"
@@ -121,10 +121,8 @@ def _decoded(entry: Entry, r: Tensor | None, other: Tensor | None, each: Each) -
             raise CorruptFileError(f"{r.dtype} is stored, but {entry.dtype} was expected")
         return r
     assert other is not None
-    if entry.kind == "difference":
-        return undo("difference", r, entry.predicted(other), each=each)
-    if entry.kind == "by-exponent":
-        return undo("by-exponent", r, entry.predicted(other), each=each)
+    if entry.kind in DIFFERENCES:
+        return undo(cast(Kind, entry.kind), r, entry.predicted(other), each=each)
     if entry.kind == GROUPED:
         return ungrouped(r, other.to(entry.dtype)).view(entry.like.shape)
     assert entry.step is not None

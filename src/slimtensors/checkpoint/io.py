@@ -141,9 +141,14 @@ def save_flat(
     abouts = describe(state.tensors, state.whole)
     allowed = chosen(lossy, abouts) if lossy is not None else set(abouts)
     before = _opened_base(base, path) if base is not None else None
-    decay = decay_since(before, state.tensors, state.whole)
     coding = Coding(
-        state.tensors, abouts, state.whole.get("step"), decay, how, allowed, before, {}, {}
+        state.tensors,
+        abouts,
+        step=state.whole.get("step"),
+        decay=decay_since(before, state.tensors, state.whole),
+        profile=how,
+        allowed=allowed,
+        base=before,
     )
     labels = _How(
         "lossless-max",
