@@ -248,6 +248,19 @@ NB_MODULE(_core, m) {
         "codes"_a, "codes_kind"_a, "bits"_a, "scales"_a, "scale_kind"_a, "divisor"_a, "zero_points"_a,
         "blocks"_a, "kind"_a, "items"_a, no_gil);
     m.def(
+        "rounding_loss",
+        [](const In& items, std::string_view kind, const In& codes, std::string_view codes_kind,
+           unsigned bits, const In& scales, std::string_view scale_kind, float divisor, const In& zero_points,
+           std::tuple<std::size_t, std::size_t, std::size_t> blocks) {
+            const auto [row, columns, rows] = blocks;
+            const Loss loss = rounding_loss(
+                items.bytes, number_named(kind), codes.bytes, codes_named(codes_kind, bits),
+                {scales.bytes, number_named(scale_kind), divisor, zero_points.bytes}, {row, columns, rows});
+            return std::pair(loss.distance, loss.items);
+        },
+        "items"_a, "kind"_a, "codes"_a, "codes_kind"_a, "bits"_a, "scales"_a, "scale_kind"_a, "divisor"_a,
+        "zero_points"_a, "blocks"_a, no_gil);
+    m.def(
         "pack_codes",
         [](const In& codes, unsigned bits, std::size_t row, const Out& words) {
             pack_codes(codes.bytes, bits, row, words.bytes);

@@ -29,6 +29,7 @@ add_library(slim_core STATIC
   ${CMAKE_CURRENT_LIST_DIR}/quantize.cpp
   ${CMAKE_CURRENT_LIST_DIR}/quantize_plain.cpp
   ${CMAKE_CURRENT_LIST_DIR}/squares.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/squares_plain.cpp
   ${CMAKE_CURRENT_LIST_DIR}/product.cpp
   ${CMAKE_CURRENT_LIST_DIR}/product_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)

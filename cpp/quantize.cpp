@@ -7,6 +7,7 @@
 #include "cpu.h"
 #include "floats.h"
 #include "quantize_kernels.h"
+#include "squares.h"
 
 namespace slimtensors {
 namespace {
@@ -92,10 +93,10 @@ class Walk {
     // `zero` is 0.0: to subtract it changes nothing, not even the sign of a zero.
     template <class Work>
     void each_scale(std::size_t r, std::size_t begin, std::size_t count, Work work) const {
-        for (std::size_t at = begin; at < begin + count;) {
-            const std::size_t block = at / blocks_.columns;
+        const std::size_t above = r / blocks_.rows * across_;
+        for (std::size_t at = begin, block = begin / blocks_.columns; at < begin + count; ++block) {
             const std::size_t end = std::min(begin + count, (block + 1) * blocks_.columns);
-            const std::size_t i = r / blocks_.rows * across_ + block;
+            const std::size_t i = above + block;
             const float zero =
                 scales_.zero_points.empty() ? 0.0f : static_cast<std::int8_t>(scales_.zero_points[i]);
             work(at - begin, end - at, value_at(scales_, i) / scales_.divisor, zero);
@@ -116,6 +117,31 @@ std::uint8_t flip_of(Codes codes) {
 }
 
 bool is_packed(Codes codes) { return codes.kind == Codes::packed || codes.kind == Codes::fp4; }
+
+// Call `work(first item, numbers, count)` with what the codes of every piece stand for.
+template <class Work>
+void each_piece(Bytes codes, Codes from, const Walk& walk, const Blocks& blocks, Work work) {
+    const QuantizeKernels& loops = kernels();
+    const auto numbers_of = from.kind == Codes::fp4   ? loops.of_fp4
+                            : from.kind == Codes::fp8 ? loops.of_fp8
+                                                      : loops.of_ints;
+    const std::size_t stride = row_bytes(from, blocks.row);
+    alignas(64) float numbers[piece_items];
+    alignas(64) std::uint8_t single[piece_items];
+    for (std::size_t r = 0; r < walk.rows(); ++r) {
+        const std::uint8_t* const in = codes.data() + r * stride;
+        for (std::size_t at = 0; at < blocks.row; at += piece_items) {
+            const std::size_t count = std::min(piece_items, blocks.row - at);
+            if (is_packed(from))
+                loops.unpack[from.bits](in + at * from.bits / 8, count, flip_of(from), single);
+            numbers_of(is_packed(from) ? single : in + at, count, numbers);
+            walk.each_scale(r, at, count, [&](std::size_t begin, std::size_t n, float scale, float zero) {
+                loops.multiply(numbers + begin, n, scale, zero);
+            });
+            work(r * blocks.row + at, numbers, count);
+        }
+    }
+}
 
 // Where many items share a scale, the 16 that 4-bit codes can become are rounded only once.
 constexpr std::size_t worth_a_table = 64;
@@ -214,31 +240,31 @@ bool quantize(Bytes items, Number kind, Number steps, const Scales& scales, cons
 
 void dequantize(Bytes codes, Codes from, const Scales& scales, const Blocks& blocks, Number kind,
                 MutableBytes items) {
-    const QuantizeKernels& loops = kernels();
-    const auto store_items = loops.store[selected(kind)];
-    const std::size_t size = size_of(kind), stride = row_bytes(from, blocks.row);
+    const auto store_items = kernels().store[selected(kind)];
+    const std::size_t size = size_of(kind);
     const Walk walk(items.size(), size, scales, blocks, from, codes.size());
     if (is_packed(from) && from.bits == 4 && size == 2 && blocks.columns >= worth_a_table &&
         (blocks.columns % 2 == 0 || blocks.columns >= blocks.row))
         return dequantize_by_table(codes, from, walk, blocks, kind, items);
-    const auto numbers_of = from.kind == Codes::fp4   ? loops.of_fp4
-                            : from.kind == Codes::fp8 ? loops.of_fp8
-                                                      : loops.of_ints;
-    alignas(64) float numbers[piece_items];
-    alignas(64) std::uint8_t single[piece_items];
-    for (std::size_t r = 0; r < walk.rows(); ++r) {
-        const std::uint8_t* const in = codes.data() + r * stride;
-        for (std::size_t at = 0; at < blocks.row; at += piece_items) {
-            const std::size_t count = std::min(piece_items, blocks.row - at);
-            if (is_packed(from))
-                loops.unpack[from.bits](in + at * from.bits / 8, count, flip_of(from), single);
-            numbers_of(is_packed(from) ? single : in + at, count, numbers);
-            walk.each_scale(r, at, count, [&](std::size_t begin, std::size_t n, float scale, float zero) {
-                loops.multiply(numbers + begin, n, scale, zero);
-            });
-            store_items(numbers, count, items.data() + (r * blocks.row + at) * size);
-        }
-    }
+    each_piece(codes, from, walk, blocks, [&](std::size_t first, const float* numbers, std::size_t count) {
+        store_items(numbers, count, items.data() + first * size);
+    });
+}
+
+Loss rounding_loss(Bytes items, Number kind, Bytes codes, Codes from, const Scales& scales,
+                   const Blocks& blocks) {
+    const auto store_items = kernels().store[selected(kind)];
+    const std::size_t size = size_of(kind);
+    const Walk walk(items.size(), size, scales, blocks, from, codes.size());
+    alignas(64) std::uint8_t rounded[piece_items * sizeof(float)];
+    SquareSums distance, whole;
+    each_piece(codes, from, walk, blocks, [&](std::size_t first, const float* numbers, std::size_t count) {
+        const Bytes given = items.subspan(first * size, count * size);
+        store_items(numbers, count, rounded);
+        distance.add_differences({rounded, given.size()}, given, kind);
+        whole.add(given, kind);
+    });
+    return {distance.total(), whole.total()};
 }
 
 void pack_codes(Bytes codes, unsigned bits, std::size_t row, MutableBytes words) {

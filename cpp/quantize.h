@@ -49,6 +49,14 @@ bool quantize(Bytes items, Number kind, Number steps, const Scales& scales, cons
 void dequantize(Bytes codes, Codes from, const Scales& scales, const Blocks& blocks, Number kind,
                 MutableBytes items);
 
+// What rounding cost, as sums of squares: of how far codes are from the items they were made of, and of
+// these. The same as to dequantize and to compare, without memory for what is compared.
+struct Loss {
+    double distance, items;
+};
+Loss rounding_loss(Bytes items, Number kind, Bytes codes, Codes from, const Scales& scales,
+                   const Blocks& blocks);
+
 // Codes of `bits` bits between one per byte and packed.
 void pack_codes(Bytes codes, unsigned bits, std::size_t row, MutableBytes words);
 void unpack_codes(Bytes words, unsigned bits, std::size_t row, MutableBytes codes);

@@ -3,12 +3,16 @@
 #include <stdexcept>
 
 #include "cpu.h"
-#include "squares_loops.h"
 
 namespace slimtensors {
 namespace {
 
-struct Plain {};
+const SquaresKernels& kernels() {
+#if defined(SLIMTENSORS_X86)
+    if (cpu().avx2) return squares_kernels_avx2();
+#endif
+    return squares_kernels_plain();
+}
 
 void check(Bytes items, Number kind) {
     if (kind != Number::f32 && kind != Number::f16 && kind != Number::bf16)
@@ -19,21 +23,32 @@ void check(Bytes items, Number kind) {
 
 }  // namespace
 
+void SquareSums::add(Bytes items, Number kind) { kernels().add(items, kind, lanes_); }
+
+void SquareSums::add_differences(Bytes items, Bytes others, Number kind) {
+    kernels().add_differences(items, others, kind, lanes_);
+}
+
+double SquareSums::total() const {
+    Lanes sums = lanes_;
+    for (std::size_t half = sums.size() / 2; half > 0; half /= 2)
+        for (std::size_t k = 0; k < half; ++k) sums[k] += sums[k + half];
+    return sums[0];
+}
+
 double sum_of_squares(Bytes items, Number kind) {
     check(items, kind);
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return sum_of_squares_avx2(items, kind);
-#endif
-    return sum_of_squares_by<Plain>(items, kind);
+    SquareSums sums;
+    sums.add(items, kind);
+    return sums.total();
 }
 
 double squared_distance(Bytes items, Bytes others, Number kind) {
     check(items, kind);
     if (items.size() != others.size()) throw std::invalid_argument("there must be as many others as items");
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return squared_distance_avx2(items, others, kind);
-#endif
-    return squared_distance_by<Plain>(items, others, kind);
+    SquareSums sums;
+    sums.add_differences(items, others, kind);
+    return sums.total();
 }
 
 }  // namespace slimtensors

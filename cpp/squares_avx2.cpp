@@ -4,13 +4,10 @@ namespace slimtensors {
 namespace {
 
 struct Avx2 {};
+constexpr SquaresKernels kernels = SquaresLoops<Avx2>::kernels();
 
 }  // namespace
 
-double sum_of_squares_avx2(Bytes items, Number kind) { return sum_of_squares_by<Avx2>(items, kind); }
-
-double squared_distance_avx2(Bytes items, Bytes others, Number kind) {
-    return squared_distance_by<Avx2>(items, others, kind);
-}
+const SquaresKernels& squares_kernels_avx2() { return kernels; }
 
 }  // namespace slimtensors

@@ -1,7 +1,5 @@
 // The loops of squares.h, written once: each unit compiles them for its own instruction set.
 #pragma once
-#include <array>
-
 #include "floats.h"
 #include "squares.h"
 
@@ -10,35 +8,49 @@ namespace slimtensors {
 // `Unit` is a type of the unnamed namespace of its unit, so that the linker cannot mix their code.
 template <class Unit>
 struct SquaresLoops {
-    // Sums that take turns: vector code adds in this order too.
-    static constexpr std::size_t lanes = 16;
+    using Lanes = SquareSums::Lanes;
 
-    template <class Float, class Item>
-    static double sum(std::size_t count, Item item) {
-        std::array<double, lanes> sums{};
-        std::size_t i = 0;
-        for (; i + lanes <= count; i += lanes)
-            for (std::size_t k = 0; k < lanes; ++k) sums[k] += square(item(i + k));
-        for (std::size_t k = 0; i + k < count; ++k) sums[k] += square(item(i + k));
-        for (std::size_t half = lanes / 2; half > 0; half /= 2)
-            for (std::size_t k = 0; k < half; ++k) sums[k] += sums[k + half];
-        return sums[0];
-    }
-
-    template <class Float>
-    static double of(Bytes items) {
+    static void add(Bytes items, Number kind, Lanes& sums) {
         const std::uint8_t* const at = items.data();
-        return sum<Float>(items.size() / size<Float>, [at](std::size_t i) { return value<Float>(at, i); });
+        by_kind(kind, [&](auto number) {
+            using Float = decltype(number);
+            sum(items.size() / size<Float>, sums, [at](std::size_t i) { return value<Float>(at, i); });
+        });
     }
 
-    template <class Float>
-    static double between(Bytes items, Bytes others) {
+    static void add_differences(Bytes items, Bytes others, Number kind, Lanes& sums) {
         const std::uint8_t *const a = items.data(), *const b = others.data();
-        return sum<Float>(items.size() / size<Float>,
-                          [a, b](std::size_t i) { return value<Float>(a, i) - value<Float>(b, i); });
+        by_kind(kind, [&](auto number) {
+            using Float = decltype(number);
+            sum(items.size() / size<Float>, sums,
+                [a, b](std::size_t i) { return value<Float>(a, i) - value<Float>(b, i); });
+        });
     }
+
+    static constexpr SquaresKernels kernels() { return {add, add_differences}; }
 
   private:
+    template <class Item>
+    static void sum(std::size_t count, Lanes& sums, Item item) {
+        constexpr std::size_t lanes = std::tuple_size_v<Lanes>;
+        Lanes own = sums;  // which nothing else can change: they stay in registers
+        std::size_t i = 0;
+        for (; i + lanes <= count; i += lanes)
+            for (std::size_t k = 0; k < lanes; ++k) own[k] += square(item(i + k));
+        for (std::size_t k = 0; i + k < count; ++k) own[k] += square(item(i + k));
+        sums = own;
+    }
+
+    template <class Work>
+    static void by_kind(Number kind, Work work) {
+        if (kind == Number::f32)
+            work(F32{});
+        else if (kind == Number::f16)
+            work(F16{});
+        else
+            work(BF16{});
+    }
+
     template <class Float>
     static constexpr std::size_t size = sizeof(typename Float::Bits);
 
@@ -49,21 +61,5 @@ struct SquaresLoops {
 
     static double square(double x) { return x * x; }
 };
-
-template <class Unit>
-double sum_of_squares_by(Bytes items, Number kind) {
-    using Loops = SquaresLoops<Unit>;
-    return kind == Number::f32   ? Loops::template of<F32>(items)
-           : kind == Number::f16 ? Loops::template of<F16>(items)
-                                 : Loops::template of<BF16>(items);
-}
-
-template <class Unit>
-double squared_distance_by(Bytes items, Bytes others, Number kind) {
-    using Loops = SquaresLoops<Unit>;
-    return kind == Number::f32   ? Loops::template between<F32>(items, others)
-           : kind == Number::f16 ? Loops::template between<F16>(items, others)
-                                 : Loops::template between<BF16>(items, others);
-}
 
 }  // namespace slimtensors

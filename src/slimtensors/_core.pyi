@@ -275,6 +275,23 @@ def dequantize(
 ) -> None:
     """Subtract the zero point, multiply, and round once, to `kind`."""
 
+def rounding_loss(
+    items: Buffer,
+    kind: str,
+    codes: Buffer,
+    codes_kind: str,
+    bits: int,
+    scales: Buffer,
+    scale_kind: str,
+    divisor: float,
+    zero_points: Buffer,
+    blocks: tuple[int, int, int],
+) -> tuple[float, float]:
+    """Return the squared distance of items from what their codes stand for, and their own squares.
+
+    To the last bit what `squared_distance` and `sum_of_squares` say of a single row.
+    """
+
 def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None:
     """Pack int8 codes without gaps, the lowest one as 0; each row starts on a new 32-bit word."""
 

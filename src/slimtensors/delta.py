@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from slimtensors import presets
@@ -19,7 +18,7 @@ from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.plan import Plan, encode
 from slimtensors.presets import Choice, Chooser
 from slimtensors.residual import KINDS, Kind, smallest, undo
-from slimtensors.spec import QUANTIZED, Each, Json, as_bytes, dtype_name
+from slimtensors.spec import QUANTIZED, Each, Json, as_bytes, dtype_name, same_bits
 from slimtensors.summary import Summary
 
 _SAMPLE, _SAMPLES = 1 << 16, 8
@@ -110,7 +109,7 @@ def changes(
             if not has_base:
                 return x
             y = base.load_one(name, each)
-            if torch.equal(as_bytes(x), as_bytes(y)):
+            if same_bits(x, y):
                 how[name] = ["same", digest(y)]
                 return None
             kind, r = smallest(x, y, lambda r: cost(name, r, choose), each=each)

@@ -84,15 +84,19 @@ def encode(plan: Plan, x: Tensor, each: Each = serially) -> Encoded:
     codec = plan.codec
     chunked = codecs.as_chunked(codec)
     parts = chunked.encode_each(x, each) if chunked else codec.encode(x)
-    for unknown in plan.then.keys() - parts.keys():
-        raise ConfigError(
-            f"codec {codec.name!r} emits no part {unknown!r}, only {', '.join(parts)}"
-        )
+    _check_parts(plan, parts)
     return Encoded(
         codec,
         Spec.of(x),
         {k: encode(plan.then[k], p, each) if k in plan.then else p for k, p in parts.items()},
     )
+
+
+def _check_parts(plan: Plan, parts: Mapping[str, object]) -> None:
+    for unknown in plan.then.keys() - parts.keys():
+        raise ConfigError(
+            f"codec {plan.codec.name!r} emits no part {unknown!r}, only {', '.join(parts)}"
+        )
 
 
 def decode(encoded: Encoded, each: Each = serially) -> Tensor:
@@ -126,12 +130,51 @@ def plain_parts(encoded: Encoded, each: Each = serially) -> Parts:
     return {name: decode(p, each) if isinstance(p, Encoded) else p for name, p in parts}
 
 
+def encode_measured(plan: Plan, x: Tensor, each: Each = serially) -> tuple[Encoded, float | None]:
+    """Encode `x`, and tell what that cost: RMS error relative to the RMS of `x`; none if lossless.
+
+    The error is that of the lossy steps: what is lossless need not be undone to know it.
+    """
+    if not plan.is_lossy:
+        return encode(plan, x, each), None
+    rounded = encode(_lossy_steps(plan), x, each)
+    error = _distance(rounded, x, each)
+    return _completed(rounded, plan, each), error
+
+
 def relative_error(plan: Plan, x: Tensor) -> float | None:
     """Return the RMS error that `plan` makes, relative to the RMS of `x`; none if lossless."""
     if not plan.is_lossy:
         return None
-    lossy = {part: inner for part, inner in plan.then.items() if inner.is_lossy}
-    return relative_distance(decode(encode(Plan(plan.codec, lossy), x)), x)
+    return _distance(encode(_lossy_steps(plan), x), x, serially)
+
+
+def _distance(rounded: Encoded, x: Tensor, each: Each) -> float:
+    if isinstance(rounded.codec, codecs.Measured):
+        return rounded.codec.relative_error(plain_parts(rounded, each), x)
+    return relative_distance(decode(rounded, each), x)
+
+
+def _lossy_steps(plan: Plan) -> Plan:
+    """Return a plan without the steps that lose nothing and after which nothing is lost."""
+    lossy = {part: _lossy_steps(inner) for part, inner in plan.then.items() if inner.is_lossy}
+    return Plan(plan.codec, lossy)
+
+
+def _completed(encoded: Encoded, plan: Plan, each: Each) -> Encoded:
+    """Take those steps of a plan that its lossy steps left out."""
+
+    def completed(part: Tensor | Encoded, then: Plan) -> Encoded:
+        if isinstance(part, Encoded):
+            return _completed(part, then, each)
+        return encode(then, part, each)
+
+    _check_parts(plan, encoded.parts)
+    return Encoded(
+        encoded.codec,
+        encoded.spec,
+        {k: completed(p, plan.then[k]) if k in plan.then else p for k, p in encoded.parts.items()},
+    )
 
 
 def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = "") -> Json:

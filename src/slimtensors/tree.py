@@ -20,6 +20,7 @@ from slimtensors.spec import Json, dtype_name, find_dtype
 
 _DEEPEST = 100
 _PLAIN = (str, int, bool, type(None))
+_TENSORS = (Tensor, Encoded)
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json | None]:
@@ -56,6 +57,8 @@ def _outline(
     """Return JSON for `value`: plain where JSON has it, else a table with one key, its kind."""
     if type(value) in _PLAIN:  # as most of a state is: worth a way around all that follows
         return _checked(value, path) if type(value) is str else value
+    if isinstance(value, _TENSORS):
+        return {"tensor": keep(path, value)}
     if depth > _DEEPEST:
         raise UnsupportedTensorError(f"{path}: is nested more than {_DEEPEST} deep")
 
@@ -63,8 +66,6 @@ def _outline(
         return _outline(part, f"{path}.{key}" if path else str(key), keep, depth + 1)
 
     match value:
-        case Tensor() | Encoded():
-            return {"tensor": keep(path, value)}
         case str():
             return _checked(value, path)
         case float() if type(value) is float:

@@ -26,6 +26,7 @@ from slimtensors.checkpoint import (
 from slimtensors.checkpoint.entries import Entry
 from slimtensors.checkpoint.precision import in_steps, multiples, noise, with_bits
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
+from slimtensors.spec import Spec
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -394,6 +395,13 @@ def test_entries_come_back_from_json():
         "base": "00ff",
     }
     assert Entry.from_json(json.loads(json.dumps(data))).to_json() == data
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_prediction_is_the_base_times_its_factor(dtype):
+    base = torch.randn(300, 301).to(dtype)
+    entry = Entry("difference", Spec.of(base), base="00ff", times=0.98)
+    assert same_bits(entry.predicted(base), base * 0.98)
 
 
 def test_every_profile_has_its_name():

@@ -16,6 +16,7 @@ import pytest
 import torch
 from reliability_tools import TESTS, run
 from strategies import bits, same_bits
+from torch import nn
 from training import Run
 
 from slimtensors.checkpoint import (
@@ -240,6 +241,18 @@ def test_a_snapshot_reuses_its_memory_and_keeps_what_is_tied():
     assert {name: y.data_ptr() for name, y in taken.items()} == places
     assert same_bits(taken["a"], x)
     assert same_bits(taken["b.c"], x.t())
+
+
+def test_a_snapshot_of_what_is_trained_is_plain_data():
+    state = {
+        "weight": nn.Parameter(torch.randn(3, 3)),
+        "small": torch.randn(8).to(torch.float8_e5m2),
+        "other": torch.randn(2, dtype=torch.complex64).conj(),
+        "none": torch.empty(0),
+    }
+    taken = Snapshot().take(state).tensors
+    assert not any(y.requires_grad or y.is_conj() for y in taken.values())
+    assert all(same_bits(y, state[name].detach().resolve_conj()) for name, y in taken.items())
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -81,6 +81,11 @@ def test_what_cannot_be_stored_raises_with_its_path(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_state_is_refused_by_its_kind(tmp_path):
+    with pytest.raises(UnsupportedTensorError, match="build_checkpoint returns, not a Linear"):
+        save_checkpoint(nn.Linear(2, 2), tmp_path / "here")
+
+
 def test_a_model_that_does_not_fit_is_refused_with_names_and_shapes():
     run = Run()
     before = built(run)
@@ -109,6 +114,25 @@ def test_an_optimizer_that_does_not_fit_is_refused_and_nothing_changes():
     with pytest.raises(MismatchError, match=r"parameter 0: exp_avg: \[50, 32\] in the checkpoint"):
         restore_checkpoint(before, fresh.model, turned)
     assert same_states(dict(fresh.model.state_dict()), dict(Run(seed=1).model.state_dict()))
+
+
+def test_another_kind_of_optimizer_is_refused_and_options_of_another_release_are_not():
+    run = Run()
+    run.train(1)
+    before = built(run)
+
+    def groups():
+        return [{"params": group["params"]} for group in run.optimizer.param_groups]
+
+    other = torch.optim.SGD(groups(), lr=0.1, momentum=0.9)
+    with pytest.raises(
+        MismatchError, match=r"group 1: is of another kind .* momentum, nesterov now"
+    ):
+        restore_checkpoint(before, run.model, other)
+    for group in before["optimizer"]["param_groups"]:
+        group["initial_lr"] = 0.1  # by a scheduler
+        del group["maximize"]  # which an old torch does not have
+    restore_checkpoint(before, run.model, torch.optim.AdamW(groups()))
 
 
 def test_a_part_that_was_not_saved_is_not_restored_silently():

@@ -9,9 +9,20 @@ from strategies import bits, keep_two_of_four, raw_bytes, same_bits, tensors, tw
 
 from slimtensors import codecs
 from slimtensors.archive.workers import Workers
-from slimtensors.codecs import Bitmask, Bitmask24, Dense, bitmask
+from slimtensors.codecs import Bitmask, Bitmask24, Dense, Huffman, Int, IntBlocks, bitmask
+from slimtensors.distance import relative_distance
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnknownCodecError
-from slimtensors.plan import Encoded, Plan, chain, decode, describe, encode, rebuild
+from slimtensors.plan import (
+    Encoded,
+    Plan,
+    chain,
+    decode,
+    describe,
+    encode,
+    encode_measured,
+    rebuild,
+    relative_error,
+)
 from slimtensors.spec import DTYPES, Spec, serially
 
 FITTING = {"bitmask24": two_four_tensors()}
@@ -64,6 +75,35 @@ def test_parts_are_plain_tensors_that_a_result_does_not_share(name, data):
     assert all(type(part) is torch.Tensor and part.is_contiguous() for part in parts.values())
     memory = {part.untyped_storage().data_ptr() for part in parts.values() if part.numel()}
     assert back.untyped_storage().data_ptr() not in memory or not back.numel()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        chain(Dense()),
+        chain(Bitmask(), values=Huffman()),
+        chain(Int(8), q=Huffman()),
+        chain(IntBlocks(16), q=Huffman(), scale=Huffman()),
+        chain(
+            Bitmask(), mask=Huffman(), values=chain(Int(8), q=chain(Bitmask(), values=Huffman()))
+        ),
+    ],
+    ids=str,
+)
+def test_measuring_a_plan_s_error_changes_nothing_of_what_it_encodes(plan):
+    x = flat(3, 40 * 24).view(40, 24).nan_to_num(0.5, 0.5, 0.5).clamp(-4, 4)
+    encoded, wanted = encode_measured(plan, x)[0], encode(plan, x)
+    assert encoded.plan == wanted.plan == plan
+    for (name, leaf), (other, same) in zip(encoded.leaves(), wanted.leaves(), strict=True):
+        assert name == other
+        assert same_bits(leaf, same)
+    error = relative_distance(decode(wanted), x) if plan.is_lossy else None
+    assert encode_measured(plan, x)[1] == relative_error(plan, x) == error
+
+
+def test_measuring_refuses_parts_that_there_are_not():
+    with pytest.raises(ConfigError, match="emits no part 'qq'"):
+        encode_measured(chain(IntBlocks(), qq=Huffman()), torch.ones(4, 4))
 
 
 @given(x=tensors())

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from strategies import same_bits, same_tensors
 
 import slimtensors
+from slimtensors import spec
 from slimtensors.archive.state import Item, State
 from slimtensors.archive.write import write
 from slimtensors.cli import main
@@ -35,6 +36,18 @@ def test_every_tensor_is_its_base_and_the_difference(data):
     )
     assert same_bits(add_difference(difference(x, base), base), x)
     assert not difference(x, x).view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("place", [0, 1 << 16, (1 << 18) + 11])
+def test_a_bit_anywhere_is_a_difference(place):
+    x = torch.arange((1 << 18) + 12, dtype=torch.int32).to(torch.float32)
+    y = x.clone()
+    assert spec.same_bits(x, y)
+    y.view(torch.int32)[place] ^= 1
+    assert not spec.same_bits(x, y)
+    assert not spec.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+    assert spec.same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
+    assert spec.same_bits(torch.empty(0, 3), torch.empty(0, 3))
 
 
 def test_neighbours_differ_by_one_across_exponents_and_zero():

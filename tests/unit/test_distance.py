@@ -41,6 +41,20 @@ def test_sums_are_those_of_the_slow_twin_to_the_last_bit(items, dtype, exponent,
     assert between == slow_sum([p - q for p, q in zip(a, b, strict=True)])
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 1700), st.sampled_from(FLOATS), st.integers(1, 90), st.integers(0, 2**32))
+def test_what_rounding_lost_is_what_comparing_says_to_the_last_bit(items, dtype, block, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(items, generator=g).to(dtype)
+    codes = torch.randint(-128, 128, (items,), generator=g, dtype=torch.int8)
+    scales = torch.rand(-(-items // block), generator=g)
+    layout = as_bytes(scales), "float32", 1.0, b"", (items, block, 1)
+    rounded, kind = torch.empty_like(x), dtype_name(dtype)
+    _core.dequantize(as_bytes(codes), "int", 8, *layout, kind, as_bytes(rounded))
+    wanted = slow_sum((rounded.double() - x.double()).tolist()), slow_sum(x.double().tolist())
+    assert _core.rounding_loss(as_bytes(x), kind, as_bytes(codes), "int", 8, *layout) == wanted
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_what_is_not_finite_shows(dtype):
     for bad in (math.nan, math.inf, -math.inf):
@@ -75,6 +89,11 @@ def test_what_does_not_fit_is_refused():
         _core.sum_of_squares(bytes(6), "float32")
     with pytest.raises(ValueError, match="as many"):
         _core.squared_distance(bytes(8), bytes(4), "float32")
+    for sizes in ((8, 1, 4), (8, 2, 8), (6, 2, 4)):
+        items, codes, scales = map(bytes, sizes)
+        layout = scales, "float32", 1.0, b"", (2, 2, 1)
+        with pytest.raises(ValueError, match=r"items are not|codes do not|one scale"):
+            _core.rounding_loss(items, "float32", codes, "int", 8, *layout)
 
 
 @pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")

@@ -8,6 +8,7 @@ from strategies import same_bits
 
 from slimtensors.archive.workers import Workers
 from slimtensors.codecs import IntBlocks
+from slimtensors.distance import relative_distance
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.spec import Spec
 
@@ -50,6 +51,21 @@ def test_threads_and_pieces_change_nothing():
         back = codec.decode_each(parts, Spec.of(x), workers.each)
     assert same_bits(back, expected(x, 64))
     assert float((back - x).norm() / x.norm()) < 0.007
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_error_is_told_without_decoding(dtype):
+    x = torch.randn(70, 33).to(dtype)
+    codec = IntBlocks(16)
+    parts = codec.encode(x)
+    decoded = codec.decode(parts, Spec.of(x))
+    assert codec.relative_error(parts, x) == relative_distance(decoded, x) > 0
+    turned = x.t()
+    assert codec.relative_error(codec.encode(turned), turned) > 0
+    nothing = torch.zeros(5, dtype=dtype)
+    assert codec.relative_error(codec.encode(nothing), nothing) == 0.0
+    empty = torch.empty(0, dtype=dtype)
+    assert codec.relative_error(codec.encode(empty), empty) == 0.0
 
 
 def test_tiny_numbers_and_empty_tensors():

@@ -1,7 +1,7 @@
 """What to store of each tensor of a state: itself, how it differs from a base, or less of it."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from slimtensors.checkpoint.roles import FIRST, SECOND, WEIGHTS, About
 from slimtensors.delta import cost, digest
 from slimtensors.distance import norm, relative_distance
 from slimtensors.residual import grouped, kinds, smallest
-from slimtensors.spec import Each, Json, Spec, as_bytes, on_cpu, serially
+from slimtensors.spec import Each, Json, Spec, on_cpu, same_bits, serially
 
 _BITS = 7
 """Bits of the mantissa of what cannot be told in steps."""
@@ -59,9 +59,9 @@ class Coding:
     allowed: Collection[str]
     """Names of the tensors that the profile may touch."""
     base: BaseTensors | None
-    errors: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)
     """Relative RMS error of each tensor that was rounded; filled as they are written."""
-    kept_exact: dict[str, str]
+    kept_exact: dict[str, str] = field(default_factory=dict)
     """Tensors that the profile would round and that are not, and why."""
 
     def state(self, tree: Json | None) -> State:
@@ -89,7 +89,7 @@ class Coding:
     def _stored(self, name: str, each: Each) -> tuple[Entry, Tensor | None]:
         x, about = on_cpu(self.tensors[name]).contiguous(), self.abouts[name]
         y = self._base_tensor(name, Spec.of(x), each)
-        if y is not None and torch.equal(as_bytes(x), as_bytes(y)):
+        if y is not None and same_bits(x, y):
             return Entry(SAME, Spec.of(x), base=digest(y)), None
         if not self._may_round(about, x):
             return self._exact(about, x, y, each)
@@ -98,14 +98,19 @@ class Coding:
             self.errors[name] = error
         return entry, r
 
-    def _may_round(self, about: About, x: Tensor) -> bool:
+    def _is_touched(self, about: About) -> bool:
+        """Tell whether the profile would round such a tensor."""
         profile = self.profile
-        touched = (
-            (WEIGHTS in about.roles and (profile.weight_step or profile.weight_bits))
-            or (FIRST in about.roles and (profile.first_step or profile.first_bits))
-            or (SECOND in about.roles and profile.second_bits)
+        steps = (
+            (WEIGHTS, profile.weight_step or profile.weight_bits),
+            (FIRST, profile.first_step or profile.first_bits),
+            (SECOND, profile.second_bits),
         )
-        if not touched or not about.is_matrix or not x.numel() or about.name not in self.allowed:
+        is_named = any(how and role in about.roles for role, how in steps)
+        return is_named and about.is_matrix and about.name in self.allowed
+
+    def _may_round(self, about: About, x: Tensor) -> bool:
+        if not self._is_touched(about) or not x.numel():
             return False
         if x.dtype not in _FLOATS:
             self.kept_exact[about.name] = f"{x.dtype} is kept exact"
@@ -190,9 +195,10 @@ class Coding:
         x, sibling = on_cpu(self.tensors[name]).contiguous(), self.abouts[name]
         if x.dtype != about.spec.dtype:
             return None
+        if not self._is_touched(sibling):
+            return x
         y = self._base_tensor(name, Spec.of(x), serially)
-        is_same = y is not None and torch.equal(as_bytes(x), as_bytes(y))
-        if is_same or not self._may_round(sibling, x):
+        if (y is not None and same_bits(x, y)) or not self._may_round(sibling, x):
             return x
         return with_bits(x, self.profile.second_bits or _BITS, self._seed(sibling)).to(x.dtype)
 

@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from slimtensors.checkpoint.precision import MANTISSA, multiples, short_dtype, with_bits
 from slimtensors.errors import CorruptFileError
-from slimtensors.residual import undo, ungrouped
+from slimtensors.memory import empty
+from slimtensors.residual import Kind, undo, ungrouped
 from slimtensors.spec import Each, Json, Spec
 
 WHOLE, SAME = "whole", "same"
 DIFFERENCES = ("difference", "by-exponent")
 GROUPED, STEPS, ROOTS = "grouped", "steps", "roots"
+
+_PIECE = 1 << 15
 
 NEEDS_BASE = {SAME, *DIFFERENCES, STEPS}
 NEEDS_SIBLING = {GROUPED, ROOTS}
@@ -87,8 +90,17 @@ class Entry:
 
         Rounded by the same random numbers: what did not change then does not differ.
         """
-        x = base if self.times == 1.0 else base * self.times
+        x = base if self.times == 1.0 else _multiplied(base, self.times)
         return x if self.bits is None else with_bits(x, self.bits, self.seed)
+
+
+def _multiplied(x: Tensor, times: float) -> Tensor:
+    """Multiply in pieces so small that torch wakes no threads of its own beside those we have."""
+    out = empty(Spec.of(x))
+    items, to = x.view(-1), out.view(-1)
+    for i in range(0, items.numel(), _PIECE):
+        torch.mul(items[i : i + _PIECE], times, out=to[i : i + _PIECE])
+    return out
 
 
 def decoded(entry: Entry, r: Tensor | None, other: Tensor | None, each: Each) -> Tensor:
@@ -109,10 +121,8 @@ def _decoded(entry: Entry, r: Tensor | None, other: Tensor | None, each: Each) -
             raise CorruptFileError(f"{r.dtype} is stored, but {entry.dtype} was expected")
         return r
     assert other is not None
-    if entry.kind == "difference":
-        return undo("difference", r, entry.predicted(other), each=each)
-    if entry.kind == "by-exponent":
-        return undo("by-exponent", r, entry.predicted(other), each=each)
+    if entry.kind in DIFFERENCES:
+        return undo(cast(Kind, entry.kind), r, entry.predicted(other), each=each)
     if entry.kind == GROUPED:
         return ungrouped(r, other.to(entry.dtype)).view(entry.like.shape)
     assert entry.step is not None

@@ -79,6 +79,11 @@ class FlatState:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "FlatState":
         """Take a state apart; raise, with its path, if something in it cannot be stored."""
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise UnsupportedTensorError(
+                f"a checkpoint is a table, as build_checkpoint returns, not a {kind}"
+            )
         found, tree = taken_apart(state)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         for name in found.keys() - tensors.keys():
@@ -136,9 +141,14 @@ def save_flat(
     abouts = describe(state.tensors, state.whole)
     allowed = chosen(lossy, abouts) if lossy is not None else set(abouts)
     before = _opened_base(base, path) if base is not None else None
-    decay = decay_since(before, state.tensors, state.whole)
     coding = Coding(
-        state.tensors, abouts, state.whole.get("step"), decay, how, allowed, before, {}, {}
+        state.tensors,
+        abouts,
+        step=state.whole.get("step"),
+        decay=decay_since(before, state.tensors, state.whole),
+        profile=how,
+        allowed=allowed,
+        base=before,
     )
     labels = _How(
         "lossless-max",

@@ -11,6 +11,9 @@ from slimtensors.errors import ConfigError, MismatchError
 
 Checkpoint = dict[str, Any]
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What torch's schedulers add to the options of an optimizer."""
+
 
 class Stateful(Protocol):
     """A scheduler, a scaler, a dataloader: anything that can tell its state and take it back."""
@@ -132,6 +135,12 @@ def _check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer)
         counts = len(group["params"]), len(mine["params"])
         if counts[0] != counts[1]:
             lines.append(f"group {i}: {counts[0]} parameters in the checkpoint, {counts[1]} now")
+        # One kind of optimizer gains options by and by; two kinds have each what the other lacks.
+        more = sorted(group.keys() - mine.keys() - _OF_SCHEDULERS)
+        fewer = sorted(optimizer.defaults.keys() - group.keys())
+        if more and fewer:
+            options = f"{', '.join(more)} in the checkpoint, {', '.join(fewer)} now"
+            lines.append(f"group {i}: is of another kind of optimizer: {options}")
     _refuse("optimizer", lines)
     for index, parameter in _numbered(groups, optimizer):
         for key, x in state["state"].get(index, {}).items():

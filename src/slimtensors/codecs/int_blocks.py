@@ -1,5 +1,6 @@
 """Floats rounded to bytes, with a scale for every few of them."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from slimtensors import _core
 from slimtensors.codecs.pieces import room
 from slimtensors.codecs.registry import register
+from slimtensors.distance import relative_distance
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.memory import empty
 from slimtensors.spec import Each, Parts, Spec, as_bytes, dtype_name, serially
@@ -93,6 +95,20 @@ class IntBlocks:
 
         each(one, -(-like.numel // _PIECE))
         return out.to(like.dtype)
+
+    def relative_error(self, parts: Parts, x: Tensor) -> float:
+        """Return how far the integers are from `x`, relative to it."""
+        if x.dtype not in _BY_CORE or not x.numel():
+            return relative_distance(self.decode(parts, Spec.of(x)), x)
+        distance, whole = _core.rounding_loss(
+            as_bytes(x),
+            dtype_name(x.dtype),
+            as_bytes(parts["q"]),
+            "int",
+            8,
+            *self._layout(parts["scale"], x.numel()),
+        )
+        return math.sqrt(distance) / math.sqrt(whole) if whole else 0.0
 
     def _blocks(self, items: int) -> int:
         return -(-items // self.block)

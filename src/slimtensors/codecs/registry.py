@@ -86,6 +86,15 @@ class Ranged(Protocol):
         ...
 
 
+@runtime_checkable
+class Measured(Protocol):
+    """An ability of what rounds: to tell how much was lost without decoding."""
+
+    def relative_error(self, parts: Parts, x: Tensor) -> float:
+        """Return the RMS of what `x` lost when it became `parts`, relative to the RMS of `x`."""
+        ...
+
+
 @cache  # asking a protocol is slow, and a model has thousands of tensors
 def _can(cls: type[Codec], ability: type) -> bool:
     return issubclass(cls, ability)

@@ -25,14 +25,13 @@ from slimtensors.dialects.member import (
     checksum,
     plain_piece,
 )
-from slimtensors.distance import relative_distance
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.plan import (
     Encoded,
     Plan,
     decode,
     describe,
-    encode,
+    encode_measured,
     max_decoded,
     plan_of,
     rebuild,
@@ -119,8 +118,7 @@ def packed(name: str, x: Tensor, plan: Plan | None, each: Each) -> Packed:
             return Packed([plain_piece(name, x, each)], None, parts={"data": x.nbytes})
         # What safetensors cannot say, or what would be taken for a blob.
         plan = Plan(TorchQuantized() if x.is_quantized else Dense())
-    stored = encode(plan, x, each)
-    error = relative_distance(decode(stored, each), x) if plan.is_lossy else None
+    stored, error = encode_measured(plan, x, each)
     return _packed(name, stored, each, error)
 
 

@@ -73,14 +73,17 @@ def coded(
             place=place(piece.box),
         )
     base = _BasePieces(how.base, pieces) if how.base else None
-    errors: dict[str, float] = {}
-    kept_exact: dict[str, str] = {}
-    decay = _decay_since(how.base, whole)
     step = next((_number(x) for name, x in whole.items() if _STEP.fullmatch(name)), None)
     coding = Coding(
-        flat.tensors, abouts, step, decay, how.profile, allowed, base, errors, kept_exact
+        flat.tensors,
+        abouts,
+        step=step,
+        decay=_decay_since(how.base, whole),
+        profile=how.profile,
+        allowed=allowed,
+        base=base,
     )
-    return Coded(coding.state(flat.tree), errors, kept_exact)
+    return Coded(coding.state(flat.tree), coding.errors, coding.kept_exact)
 
 
 def describe(name: str, spec: Spec, path: Keys | None) -> About:
