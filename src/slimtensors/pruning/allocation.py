@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready, record
+from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready
 from slimtensors.quantization.algorithms.layers import Layer
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.watch import watch_block
 from slimtensors.quantization.layers import classes_of
 from slimtensors.quantization.targets import rank

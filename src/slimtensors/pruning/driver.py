@@ -11,9 +11,10 @@ from slimtensors.pruning.layer import prune_layer
 from slimtensors.pruning.methods import Magnitude, Method
 from slimtensors.pruning.structure import Structure, Unstructured
 from slimtensors.quantization.algorithms import LayerReport, Progress
-from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready, record
+from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready
 from slimtensors.quantization.algorithms.digest import digests
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.round import Hessians
 from slimtensors.quantization.algorithms.watch import watch_block
 from slimtensors.quantization.algorithms.work import WorkFolder

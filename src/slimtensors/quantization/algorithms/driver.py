@@ -7,10 +7,11 @@ from torch import nn
 
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.algorithms.blocks import Batch, Stack, find_blocks, ready, record, run
+from slimtensors.quantization.algorithms.blocks import Batch, Stack, find_blocks, ready, run
 from slimtensors.quantization.algorithms.digest import digests
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
 from slimtensors.quantization.algorithms.methods import RTN, Method, find_method
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.report import LayerReport, ModelReport
 from slimtensors.quantization.algorithms.round import Hessians, round_layer
 from slimtensors.quantization.algorithms.rtn import Rounded
