@@ -267,6 +267,13 @@ def test_padding_and_tokens_without_a_label_do_not_count_for_quality():
     assert measure(model, [labelled]).perplexity == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+def test_columns_that_the_model_does_not_take_are_left_out_and_that_is_told():
+    rows = [{**batch, "idx": torch.arange(2), "text": ["a", "b"]} for batch in batches()]
+    model, report = oneshot(llama(), [SparseGPT(0.5)], rows)
+    assert "the model does not take idx, text: left out" in report.notes
+    assert same_weights(model, oneshot(llama(), [SparseGPT(0.5)], batches())[0])
+
+
 def test_a_model_that_is_compressed_in_memory_is_refused(tmp_path):
     oneshot(llama(), Quantize(config_groups=GROUPS), output_dir=tmp_path)
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, run_compressed=True)

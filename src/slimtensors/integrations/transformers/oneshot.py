@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from slimtensors.container import StrPath
+from slimtensors.integrations.transformers.columns import columns_for, unused_columns
 from slimtensors.integrations.transformers.models import load_model, load_tokenizer
 from slimtensors.integrations.transformers.recipes import check_model, save_model
 from slimtensors.making.in_place import new_folder
@@ -76,6 +77,10 @@ def _batches(
     """Return batches on the model's device, and what of them is not as asked for."""
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     batches, notes = Data.of(dataset).batches(how, tokenizer=tokenizer, longest=longest)
+    unused = sorted({name for batch in batches for name in unused_columns(model, batch)})
+    if unused:
+        notes.append(f"the model does not take {', '.join(unused)}: left out")
+        batches = [columns_for(model, batch) for batch in batches]
     device = next(model.parameters()).device
     return [_on(device, batch) for batch in batches], notes
 
