@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slimtensors.calibration import Batch
 from slimtensors.quantization.algorithms.blocks import ready
 from slimtensors.quantization.algorithms.padding import without_padding
-from slimtensors.recipe.calibration import Batch
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from slimtensors.calibration.texts import Row, read, texts_of
 from slimtensors.errors import ConfigError
 from slimtensors.integrations.transformers.columns import columns_for
-from slimtensors.recipe.texts import Row, read, texts_of
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
