@@ -14,7 +14,7 @@ from slimtensors.recipe import Calibration
 TEXTS = [f"{'abcdefghij'[i] * 12} text number {i}" for i in range(10)]
 
 
-def tokenizer(text, truncation):
+def tokenizer(text, truncation, verbose):
     assert not truncation
     return {"input_ids": list(text.encode())}
 

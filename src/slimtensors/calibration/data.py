@@ -119,9 +119,13 @@ class Data:
                 " put it there, or pass tokenizer=..."
             )
         texts = texts_of(self.items, column=how.column)
-        pieces = [text[i : i + _PIECE] for text in texts for i in range(0, len(text), _PIECE)]
+        pieces = list(texts)
+        if how.pack:
+            pieces = [x[i : i + _PIECE] for x in pieces for i in range(0, len(x), _PIECE)]
         random.Random(how.seed).shuffle(pieces)
-        tokens = (list(tokenizer(x, truncation=False)[_IDS]) for x in pieces if x.strip())
+        tokens = (
+            list(tokenizer(x, truncation=False, verbose=False)[_IDS]) for x in pieces if x.strip()
+        )
         if not how.pack:
             return list(islice((each[:length] for each in tokens if each), how.samples))
         return _packed(tokens, how.samples, length)
