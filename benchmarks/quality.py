@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer, BertModel, LlamaForCausalLM
 
 from slimtensors.demo import llama, text
-from slimtensors.demo.store import half, two_of_four
+from slimtensors.pruning import Groups, Magnitude, Unstructured, Wanted
 from slimtensors.quantization import QuantizationConfig, quantize_model
 from slimtensors.quantization.algorithms import AWQ, SmoothQuant
 
@@ -48,7 +48,7 @@ def main():
 
 
 def cases():
-    """Return what is compared: pruning, config, method and smoothing, by name."""
+    """Return what is compared: structure of zeros, config, method and smoothing, by name."""
     table = {"dense": (None, None, None, None)}
     for bits in (4, 3):
         weights = preset(f"W{bits}A16")
@@ -62,7 +62,7 @@ def cases():
     table["W8A8, nearest, SmoothQuant"] = None, preset("W8A8"), "rtn", SmoothQuant()
     table["W8A8, GPTQ"] = None, preset("W8A8"), "gptq", None
     table["FP8, nearest"] = None, preset("FP8_DYNAMIC"), "rtn", None
-    for sparsity, prune in {"50 % zeros": half, "2:4 zeros": two_of_four}.items():
+    for sparsity, prune in {"50 % zeros": Unstructured(), "2:4 zeros": Groups(2, 4)}.items():
         table[f"{sparsity}"] = prune, None, None, None
         table[f"{sparsity}, W4 g128, nearest"] = prune, preset("W4A16"), "rtn", None
         table[f"{sparsity}, W4 g128, GPTQ"] = prune, preset("W4A16"), "gptq", None
@@ -85,7 +85,8 @@ def score(subject, prune, config, method, smoothing):
     if prune:
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and not ("lm_head" in name or "pooler" in name):
-                layer.weight.data = prune(layer.weight.data)
+                half = Wanted(0.5, prune)
+                layer.weight.data = Magnitude().prune(layer.weight.data, None, half, tell=print)
                 zeros[name] = layer.weight.data == 0
     if config is not None:
         quantize_model(model, config, calibration=subject.data, method=method, smoothing=smoothing)

@@ -75,7 +75,7 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
         (["--quantize", "W4A16"], "--quantize does not go with --recipe"),
         (["--preset", "sparse"], "--preset does not go"),
         (["--only", "*"], "does not go with --dry-run, --only or --skip"),
-        ([], "SparseGPTModifier: needs calibration data, and there is none"),
+        ([], "SparseGPT: needs a text to run the model on: --calibration FILE"),
         (["--calibration", "nowhere.txt"], "there is no such file"),
     ],
 )
@@ -87,7 +87,14 @@ def test_what_does_not_go_with_a_recipe_is_said(source, tmp_path, capsys, more, 
 
 
 def test_a_bad_recipe_or_source_is_named(source, tmp_path, capsys):
+    assert run("compress", source, "--recipe", tmp_path / "no.yaml", "-o", tmp_path / "out") == 2
+    assert f"{tmp_path / 'no.yaml'}: there is no such recipe" in capsys.readouterr().err
+    assert run("compress", source, "--recipe", source, "-o", tmp_path / "out") == 2
+    assert f"{source}: the recipe cannot be read: Is a directory" in capsys.readouterr().err
     bad = tmp_path / "bad.yaml"
+    bad.write_bytes(b"\xff\xfe")
+    assert run("compress", source, "--recipe", bad, "-o", tmp_path / "out") == 2
+    assert f"{bad}: is no YAML, but bytes that are no text" in capsys.readouterr().err
     bad.write_text("test_modifiers: {SparseGTP: {}}")
     assert run("compress", source, "--recipe", bad, "-o", tmp_path / "out") == 2
     assert "bad.yaml: there is no modifier 'SparseGTP'; did you mean" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import slimtensors
 from slimtensors.checkpoint import points
 from slimtensors.errors import ConfigError, MismatchError
+from slimtensors.integrations.training.data import Examples, calibration_batches
 from slimtensors.integrations.training.distilling import DistillingTrainer, Lesson
 from slimtensors.recipe import (
     GPTQ,
@@ -449,3 +450,21 @@ def test_plain_modules_are_trained_too(tmp_path):
     again = slimtensors.load(tmp_path / "model.safetensors")
     assert same_bits(again["out.weight"], model.out.weight.detach())
     assert int((again["out.weight"] == 0).sum()) == 96 * 8 * 0.75
+
+
+class Reviews(Lines):
+    """Rows as tables have them: with a text, a number, and a label for a classifier."""
+
+    def __getitem__(self, i):
+        ids = super().__getitem__(i)["input_ids"]
+        return {"input_ids": ids, "text": f"row {i}", "idx": i, "label": i % 3}
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    how = {"max_steps": 1, "save_strategy": "no"}
+    for rows in (Reviews(), [Reviews()[i] for i in range(8)]):
+        _, report = train(bert(), [SparseGPT(0.5)], rows, output_dir=tmp_path, training_args=how)
+        assert report.steps[0].layers[0].tokens == 12 * len(rows)
+    strange = [{"picture": torch.ones(3), "label": 1}]
+    with pytest.raises(ConfigError, match=r"takes input_ids, .*; the data has picture, label"):
+        calibration_batches(Examples(strange), bert(), None)

@@ -24,7 +24,7 @@ LAYERS = [
     *["summary", "dialects"],
     *["archive", "residual"],
     *["beside", "making", "delta", "formats", "folder", "delta_folder", "model", "compressor"],
-    "quantized_folder",
+    *["calibration", "quantized_folder"],
     *["recipe", "checkpoint", "distributed", "torchao", "integrations", "transformers"],
     *["report", "demo", "cli"],
 ]
@@ -95,7 +95,7 @@ PUBLIC = [
         for name in ("quantization.algorithms", "quantized_folder", "sparsity", "pruning")
     ),
     *(f"slimtensors.{name}" for name in ("transformers", "transformers.compression")),
-    *(f"slimtensors.{name}" for name in ("distributed", "recipe", "report")),
+    *(f"slimtensors.{name}" for name in ("calibration", "distributed", "recipe", "report")),
 ]
 """The packages from which users import, beside modules that are all their own."""
 

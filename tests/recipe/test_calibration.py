@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from slimtensors.calibration import Data
+from slimtensors.calibration.texts import texts_of
 from slimtensors.errors import ConfigError
 from slimtensors.recipe import Calibration
-from slimtensors.recipe.calibration import Data
-from slimtensors.recipe.texts import texts_of
 
 TEXTS = [f"{'abcdefghij'[i] * 12} text number {i}" for i in range(10)]
 
 
-def tokenizer(text, truncation):
+def tokenizer(text, truncation, verbose):
     assert not truncation
     return {"input_ids": list(text.encode())}
 
@@ -90,6 +90,16 @@ def test_tables_give_their_texts_or_their_tokens():
     assert found[0]["input_ids"].tolist() == [list(range(i, i + 16)) for i in range(3)]
     tensors = [{"input_ids": torch.tensor(row["input_ids"])} for row in tokens]
     assert batches(tensors)[0][0]["input_ids"].equal(found[0]["input_ids"])
+
+
+def test_rows_of_tokens_without_a_name_are_samples():
+    rows = [torch.arange(1, 21), torch.arange(5), torch.arange(20)]
+    for dataset in (rows, [row.tolist() for row in rows], [{"input_ids": row} for row in rows]):
+        found, notes = batches(dataset)
+        assert [batch["input_ids"].shape for batch in found] == [(2, 16), (1, 5)]
+        assert "3 samples of calibration data, not 4" in notes
+    floats, _ = batches([torch.ones(3)])
+    assert floats[0].shape == (3,)  # not tokens, but what some model is called with
 
 
 def test_what_fills_up_rows_is_no_data():

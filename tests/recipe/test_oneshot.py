@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hf.tiny import bert, same_weights
+from hf.tiny import bert, mixtral, same_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -267,12 +267,31 @@ def test_padding_and_tokens_without_a_label_do_not_count_for_quality():
     assert measure(model, [labelled]).perplexity == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+def test_columns_that_the_model_does_not_take_are_left_out_and_that_is_told():
+    rows = [{**batch, "idx": torch.arange(2), "text": ["a", "b"]} for batch in batches()]
+    model, report = oneshot(llama(), [SparseGPT(0.5)], rows)
+    assert "the model does not take idx, text: left out" in report.notes
+    assert same_weights(model, oneshot(llama(), [SparseGPT(0.5)], batches())[0])
+
+
 def test_a_model_that_is_compressed_in_memory_is_refused(tmp_path):
     oneshot(llama(), Quantize(config_groups=GROUPS), output_dir=tmp_path)
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, run_compressed=True)
     for given in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
         with pytest.raises(ConfigError, match="q_proj: has no plain weight"):
             oneshot(given, MagnitudePruning(0.5))
+
+
+def test_bits_that_are_not_those_on_disk_are_marked(tmp_path):
+    recipe = MagnitudePruning(0.8, targets=["Linear", "re:.*experts.*"])
+    _, kept = oneshot(mixtral(), recipe)
+    assert not any(layer.is_stored for layer in kept.layers)
+    _, report = oneshot(mixtral(), recipe, output_dir=tmp_path / "out")
+    stored = {layer.name: layer.is_stored for layer in report.layers}
+    assert stored["model.layers.0.self_attn.q_proj"]
+    assert not stored["model.layers.0.mlp.experts.down_proj"]  # each expert has a name there
+    rows = [line.split() for line in str(report).splitlines()]
+    assert all(row[3].startswith("~") != stored[row[0]] for row in rows if row[0] in stored)
 
 
 def test_a_report_reads_as_a_table():

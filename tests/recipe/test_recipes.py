@@ -178,3 +178,22 @@ def test_yaml_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingDependencyError, match="transformers"):
         Recipe.from_yaml("")
+
+
+def test_modifiers_may_be_tags_as_sparseml_wrote_them():
+    recipe = Recipe.of("""
+pruning_modifiers:
+  - !ConstantPruningModifier
+    start_epoch: 0.0
+    params: __ALL_PRUNABLE__
+  - !SparseGPTModifier {sparsity: 0.5, block_size: 64}
+quantization_modifiers:
+  - !GPTQModifier {scheme: W4A16, block_size: 128, offload_hessians: false}
+""")
+    assert recipe == Recipe.of([ConstantPruning(), SparseGPT(0.5, block_size=64), GPTQ("W4A16")])
+    with pytest.raises(ConfigError, match="block_size is always 128"):
+        Recipe.of("a_modifiers: {GPTQModifier: {scheme: W4A16, block_size: 64}}")
+    with pytest.raises(ConfigError, match=r"there is no modifier 'os\.system'"):
+        Recipe.of("a_modifiers: [!os.system {command: ls}]")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        Recipe.of("a_modifiers: [!!python/object/apply:os.system [ls]]")

@@ -215,7 +215,7 @@ RECIPE = {
             "seconds": 0.5,
         }
     ],
-    "layers": [asdict(LayerState("up", 4096, 0.5, "2:4", 4.25))],
+    "layers": [asdict(LayerState("up", 4096, 0.5, "2:4", 4.25, is_stored=True))],
     "notes": [],
     "quality": {"cosine": 0.99, "kl": 0.01, "perplexity": [5.0, 5.5]},
     "format": "pack-quantized",

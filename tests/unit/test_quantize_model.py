@@ -44,8 +44,9 @@ from slimtensors.quantization.algorithms import (
     put_results,
     rtn,
 )
-from slimtensors.quantization.algorithms.blocks import find_blocks, ready, record
+from slimtensors.quantization.algorithms.blocks import find_blocks, ready
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.round import round_layer
 from slimtensors.quantization.algorithms.work import STATE
 from slimtensors.quantization.layers import Weight
@@ -369,6 +370,45 @@ def test_blocks_are_found_and_run_as_the_model_runs_them(dense):
             stack.advance(name)
         logits = torch.cat([dense.lm_head(dense.model.norm(hidden)) for hidden in stack.hidden])
     torch.testing.assert_close(logits, outputs(dense, tokens()))
+
+
+class Shifting(nn.Module):
+    """A model of which every other block gets more than the first, but only on long inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(ShiftingBlock() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        shift = torch.ones(8) if x.shape[1] > 4 else None
+        for i, block in enumerate(self.blocks):
+            x = block(x, shift=shift if i % 2 else None)
+        return self.head(x)
+
+
+class ShiftingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden_states, shift=None):
+        return self.layer(hidden_states if shift is None else hidden_states + shift)
+
+
+def test_the_model_is_run_whole_only_where_its_blocks_may_be_called_differently():
+    model = Shifting()
+    lengths = [3, 3, 6, 3, 6, 4]
+    batches = [torch.randn(2, length, 8) for length in lengths]
+    whole = []
+    model.head.register_forward_hook(lambda module, args, result: whole.append(result.shape[1]))
+    with ready(model):
+        stack = record(model, find_blocks(model), batches)
+        assert whole == [3, 6, 6, 4]  # those of 3 are alike, and those of 6 need every block
+        for name in stack.blocks:
+            stack.advance(name)
+        for batch, hidden in zip(batches, stack.hidden, strict=True):
+            assert torch.equal(model.head(hidden), model(batch))
 
 
 def test_a_model_in_training_comes_back_in_training():

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from slimtensors import dialects
 from slimtensors.archive import Archive, Progress
+from slimtensors.calibration import Calibration
 from slimtensors.errors import ConfigError
 from slimtensors.folder import is_model
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantized_folder import (
-    Calibration,
     Rewrite,
     calibrate_folder,
     convert_folder,
@@ -62,7 +62,8 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ran
     how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=ranks)
     if options.calibration is None:
         return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
-    text, method = Calibration.from_file(options.calibration), options.method or "rtn"
+    text, method = options.calibration, options.method or "rtn"
+    amount = Calibration(work=options.work)
     if dialect == "compressed-tensors":
         return calibrate_folder(
             options.source,
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ran
             config,
             text,
             method=method,
-            work=options.work,
+            calibration=amount,
             how=how,
         )
     beside = None
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace, archive: Archive, bar: Progress, ranks: Ran
         beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         first = Path(folder) / "quantized"
-        calibrate_folder(options.source, first, config, text, method=method, work=options.work)
+        calibrate_folder(options.source, first, config, text, method=method, calibration=amount)
         return convert_folder(first, options.output, to="slim", how=how)
 
 

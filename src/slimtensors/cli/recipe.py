@@ -6,6 +6,8 @@ from slimtensors.cli import console
 from slimtensors.errors import ConfigError
 from slimtensors.folder import is_model
 from slimtensors.recipe import Calibration, Recipe
+from slimtensors.recipe.modifiers import name_of
+from slimtensors.recipe.oneshot.check import needs_data
 
 _OTHERS = ("quantize", "method", "ignore", "preset", "dialect", "max_shard_size", "threads")
 
@@ -36,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
     check(options)
     console.refuse_existing(options.output, force=options.force)
     recipe = Recipe.load(options.recipe)
+    needing = [name_of(modifier) for modifier in recipe.modifiers if needs_data(modifier)]
+    if needing and options.calibration is None:
+        raise ConfigError(f"{needing[0]}: needs a text to run the model on: --calibration FILE")
     from slimtensors.integrations.transformers.oneshot import oneshot
 
     _, report = oneshot(

@@ -8,6 +8,7 @@ import torch
 
 from slimtensors.archive import Archive
 from slimtensors.beside import read_config
+from slimtensors.calibration import Calibration, batches_for
 from slimtensors.demo.text import LENGTH
 from slimtensors.folder import compress_folder
 from slimtensors.pruning import (
@@ -19,10 +20,11 @@ from slimtensors.pruning import (
     prune_model,
 )
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantized_folder import Calibration, calibrate_folder, quantize_folder
+from slimtensors.quantized_folder import calibrate_folder, quantize_folder
 from slimtensors.summary import Summary
 
 _LEFT_OUT = ["lm_head"]
+_SAMPLES = Calibration(samples=64, length=LENGTH)
 _RUN_IN = torch.float32
 """Where a method runs the model: some machines announce products of bf16 that they cannot do."""
 
@@ -51,7 +53,7 @@ def _pruned(structure: Structure) -> Callable[[Path, Path, str], None]:
         assert tokenizer is not None, "models without one are refused"
         own = model.dtype
         shares = dict.fromkeys(find_layers(model, ["Linear"], _LEFT_OUT), 0.5)
-        samples = _samples(text).batches(tokenizer)
+        samples, _ = batches_for(model, [text], _SAMPLES, tokenizer=tokenizer)
         prune_model(
             model.to(_RUN_IN),
             shares,
@@ -75,13 +77,9 @@ def _rounded(scheme: str) -> Callable[[Path, Path, str], Summary]:
 def _calibrated(scheme: str) -> Callable[[Path, Path, str], Summary]:
     def make(source: Path, target: Path, text: str) -> Summary:
         config = _config(scheme, source)
-        return calibrate_folder(source, target, config, _samples(text), dtype=_RUN_IN)
+        return calibrate_folder(source, target, config, [text], calibration=_SAMPLES, dtype=_RUN_IN)
 
     return make
-
-
-def _samples(text: str) -> Calibration:
-    return Calibration(text, samples=64, length=LENGTH)
 
 
 def _config(scheme: str, source: Path) -> QuantizationConfig:

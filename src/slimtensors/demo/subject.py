@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.beside import read_config
+from slimtensors.calibration import Calibration, Data
 from slimtensors.demo.text import LENGTH, excerpt
 from slimtensors.errors import ConfigError, MissingDependencyError
-from slimtensors.quantized_folder.calibrate import Calibration, find_class
+from slimtensors.quantized_folder.calibrate import find_class
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _PROMPT = "    def __init__(self, "
@@ -46,7 +47,8 @@ class Subject:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, TypeError, KeyError):
             raise ConfigError(f"{folder}: has no tokenizer that transformers can load") from None
-        words = Calibration(excerpt(text), samples, LENGTH).batches(tokenizer)
+        how = Calibration(samples, LENGTH)
+        words, _ = Data.of([excerpt(text)]).batches(how, tokenizer=tokenizer)
         tokens = torch.cat([batch["input_ids"] for batch in words])
         return cls(kind, tokenizer, tokens, kind.__name__.endswith(_CAUSAL))
 

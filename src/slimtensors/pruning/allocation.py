@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready, record
+from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready
 from slimtensors.quantization.algorithms.layers import Layer
+from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.watch import watch_block
 from slimtensors.quantization.layers import classes_of
 from slimtensors.quantization.targets import rank
@@ -66,7 +68,7 @@ def by_outliers(
     blocks = find_blocks(model)
     counts = dict.fromkeys(blocks, 0)
     with ready(model):
-        stack = record(model, blocks, batches)
+        stack = record(model, blocks, without_padding(model, batches))
         for block in blocks:
             own = {name: each for name, each in layers.items() if name.startswith(f"{block}.")}
             for inputs in watch_block(stack, block, own.values(), {}):

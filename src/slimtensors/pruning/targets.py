@@ -45,7 +45,10 @@ def fitting_layers(
     for target in targets:
         found = _meant(model, layers, target)
         if not found:
-            raise ConfigError(f"target {target!r} fits no layer of the model that can be pruned")
+            raise ConfigError(
+                f"target {target!r} fits no layer of the model that can be pruned;"
+                f" their names are like {next(iter(layers), 'none')}"
+            )
         meant |= found
     ignored = set().union(*(_meant(model, layers, target) for target in ignore))
     chosen = {name: layer for name, layer in layers.items() if name in meant - ignored}

@@ -1,14 +1,16 @@
-"""Quantize a model folder with data: the model is built by transformers, and run on a text."""
+"""Quantize a model folder with data: the model is built by transformers, and run on it."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slimtensors.archive import Archive, save
+from slimtensors.calibration import Calibration, batches_for
 from slimtensors.compressor import ModelCompressor
 from slimtensors.container import SINGLE, StrPath, place
 from slimtensors.errors import ConfigError, MissingDependencyError
@@ -19,61 +21,36 @@ from slimtensors.quantized_folder.rewrite import Rewrite, main_dtype
 from slimtensors.spec import Json
 from slimtensors.summary import Summary
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """The data that a model is run on."""
-
-    text: str
-    samples: int = 128
-    length: int = 512
-    """Tokens per sample."""
-
-    @classmethod
-    def from_file(cls, path: StrPath) -> "Calibration":
-        """Read a plain text."""
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        if not text.strip():
-            raise ConfigError(f"{path}: is empty; calibration needs text")
-        return cls(text)
-
-    def batches(self, tokenizer: Any) -> list[dict[str, Tensor]]:
-        """Return samples from all over the text, one per batch."""
-        tokens = tokenizer(self.text, return_tensors="pt", truncation=False)["input_ids"][0]
-        if not len(tokens):
-            raise ConfigError("the tokenizer finds no token in the calibration text")
-        length = min(self.length, len(tokens))
-        count = min(self.samples, max(1, len(tokens) // length))
-        step = (len(tokens) - length) // max(count - 1, 1)
-        starts = [i * step for i in range(count)]
-        return [{"input_ids": tokens[i : i + length][None]} for i in starts]
+_LOG = logging.getLogger(__name__)
 
 
 def calibrate_folder(
     source: StrPath,
     target: StrPath,
     config: QuantizationConfig,
-    calibration: Calibration,
+    dataset: Any,
     *,
     method: str = "gptq",
+    calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
-    work: StrPath | None = None,
     how: Rewrite | None = None,
 ) -> Summary:
-    """Quantize a model folder layer by layer on a text, in the dialect `compressed-tensors`.
+    """Quantize a model folder layer by layer on data, in the dialect `compressed-tensors`.
 
-    The model is in memory as a whole, and runs in `dtype` if that is given; what is written is in
-    its own dtype. In the folder `work`, finished layers are kept: a run that was killed goes on
-    from there.
+    `dataset` is texts, or the path of a file of them. The model is in memory as a whole, and runs
+    in `dtype` if that is given; what is written is in its own dtype.
     """
     how = how or Rewrite()
+    amount = calibration or Calibration()
     model, tokenizer = _built(source, dtype)
     if dtype is not None:
         with Archive(source, storage_options=how.storage_options) as archive:
             own = main_dtype(archive)
         config = _with_scales_in(config, own)
-    batches = calibration.batches(tokenizer)
-    quantize_model(model, config, calibration=batches, method=method, folder=work)
+    batches, notes = batches_for(model, dataset, amount, tokenizer=tokenizer)
+    for note in notes:
+        _LOG.info("%s: %s", source, note)
+    quantize_model(model, config, calibration=batches, method=method, folder=amount.work)
     compressor = ModelCompressor(quantization_config=config)
     state = compressor.compress(model)
     if dtype is not None:

@@ -1,6 +1,6 @@
 """Recipes: what to do to a model so that it becomes sparse and quantized."""
 
-from slimtensors.recipe.calibration import Calibration
+from slimtensors.calibration import Calibration
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slimtensors.calibration import Batch
 from slimtensors.quantization.algorithms.blocks import ready
-from slimtensors.recipe.calibration import Batch
+from slimtensors.quantization.algorithms.padding import without_padding
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
@@ -57,34 +58,20 @@ def measure(model: nn.Module, batches: Sequence[Batch]) -> Measured:
     kept: list[Tensor] = []
     loss, tokens, are_logits = 0.0, 0, False
     is_causal = type(model).__name__.endswith(_CAUSAL)
+    parts = without_padding(model, batches)
     with ready(model):
-        for batch in batches:
+        for batch in parts:
             outputs, are_logits = _outputs(_called(model, batch))
             if is_causal and isinstance(batch, Mapping) and "input_ids" in batch:
-                for wanted, logits in zip(_wanted(batch), outputs, strict=True):
+                labels = batch.get("labels", batch["input_ids"])
+                for wanted, logits in zip(labels[:, 1:], outputs, strict=True):
                     said = logits[:-1].float()
                     loss += float(functional.cross_entropy(said, wanted, reduction="sum"))
                     tokens += int(wanted.ne(_IGNORED).sum())
-            rows = outputs[_attended(batch, outputs)].flatten(0, -2)
-            step = -(-rows.numel() * len(batches) // _MOST)
+            rows = outputs.flatten(0, -2)
+            step = -(-rows.numel() * len(parts) // _MOST)
             kept.append(rows[:: max(step, 1)].float())
     return Measured(torch.cat(kept), are_logits, math.exp(loss / tokens) if tokens else None)
-
-
-def _wanted(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return what is to be predicted after each token, as labels say if there are any."""
-    ids = batch["input_ids"]
-    wanted = batch.get("labels", ids)[:, 1:]
-    if (mask := batch.get("attention_mask")) is not None:
-        wanted = wanted.masked_fill(~(mask[:, 1:].bool() & mask[:, :-1].bool()), _IGNORED)
-    return wanted
-
-
-def _attended(batch: Batch, outputs: Tensor) -> Any:
-    """Return which outputs count: those of tokens that are no padding, if they are of tokens."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    is_of_tokens = mask is not None and outputs.shape[:-1] == mask.shape
-    return mask.bool() if mask is not None and is_of_tokens else ...
 
 
 def _called(model: nn.Module, batch: Batch) -> Any:

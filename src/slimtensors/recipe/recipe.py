@@ -75,6 +75,12 @@ class Recipe:
         """Read a YAML file."""
         try:
             return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: there is no such recipe") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: is no YAML, but bytes that are no text") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -87,7 +93,7 @@ class Recipe:
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
         """Read what YAML says; without a stage, all modifiers are in one."""
         if not isinstance(data, Mapping):
-            raise ConfigError(f"a recipe is a mapping of stages, not {data!r}")
+            raise ConfigError(f"a recipe is a mapping of stages, or a .yaml file; not {data!r}")
         stages = {key: x for key, x in data.items() if str(key).endswith(_STAGE)}
         others = {key: x for key, x in data.items() if key not in stages}
         if stages and others:

@@ -42,7 +42,9 @@ class LayerState:
     sparsity: float
     structure: str
     bits: float
-    """Per weight: as stored, if the model was; else of its codes, or its mask and what is left."""
+    """Per weight."""
+    is_stored: bool = False
+    """Whether that is so on disk; else it is estimated, by codes, or by a mask and what is left."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Report:
         sizes: dict[str, int] = {}
         for tensor in summary.tensors:
             sizes[tensor.name] = tensor.stored_bytes
-        states = [replace(each, bits=_stored_bits(each, sizes)) for each in self.layers]
+        states = [_stored(each, sizes) for each in self.layers]
         return replace(self, layers=tuple(states), format=format, stored_bytes=summary.stored_bytes)
 
     def to_json(self) -> Json:
@@ -113,7 +115,7 @@ class Report:
         ]
         cosines = [f"{x.cosine:.5f}" if x and x.cosine is not None else "" for x in done]
         seconds = sum(each.seconds for each in done if each)
-        share, bits = f"{layer.sparsity:.1%}", f"{layer.bits:.2f}"
+        share, bits = f"{layer.sparsity:.1%}", f"{'' if layer.is_stored else '~'}{layer.bits:.2f}"
         return [layer.name, layer.structure, share, bits, *cosines, f"{seconds:.2f}"]
 
 
@@ -129,9 +131,12 @@ def _state(layer: Layer, structure: str | None) -> LayerState:
     return LayerState(layer.name, weight.numel(), found.share, structure or found.structure, bits)
 
 
-def _stored_bits(layer: LayerState, sizes: Mapping[str, int]) -> float:
+def _stored(layer: LayerState, sizes: Mapping[str, int]) -> LayerState:
+    """Return a layer with its bits on disk; there, stacked experts may be called by other names."""
     own = [size for name, size in sizes.items() if name.startswith(f"{layer.name}.weight")]
-    return 8 * sum(own) / layer.weights if own else layer.bits
+    if not own and layer.name in sizes:
+        own = [sizes[layer.name]]
+    return replace(layer, bits=8 * sum(own) / layer.weights, is_stored=True) if own else layer
 
 
 def _line(quality: Quality) -> str:

@@ -37,6 +37,7 @@ def _loader(yaml: Any) -> Any:
     kind.add_implicit_resolver(numbers[0], re.compile(f"^(?:{_INT.pattern})$"), starts)
     kind.add_implicit_resolver(numbers[1], re.compile(f"^(?:{_FLOAT.pattern})$"), starts)
     kind.add_constructor("tag:yaml.org,2002:map", _mapping)
+    kind.add_multi_constructor("!", _tagged)
     return kind
 
 
@@ -49,6 +50,11 @@ def _mapping(loader: Any, node: Any) -> Any:
             raise ConfigError(f"{where}: {name} is there twice; write a list, or another stage")
         seen.add(name)
     return loader.construct_mapping(node, deep=True)
+
+
+def _tagged(loader: Any, name: str, node: Any) -> Any:
+    """Return `!Name` and its fields, as SparseML wrote modifiers, as a mapping of one."""
+    return {name: _mapping(loader, node) if isinstance(node.value, list) else None}
 
 
 def _yaml() -> Any:

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from slimtensors.calibration.texts import Row, read, texts_of
 from slimtensors.errors import ConfigError
-from slimtensors.recipe.texts import Row, read, texts_of
+from slimtensors.integrations.transformers.columns import columns_for
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
@@ -62,13 +63,23 @@ def _holds_texts(given: Any) -> bool:
 
 
 def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
-    """Return the first examples, without labels, for modifiers that only look at them."""
+    """Return the first examples, without labels and what else the model is not to be called with.
+
+    They are for modifiers that only look at them.
+    """
     padded = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
-    loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=data.collate or padded)
+
+    def inputs(row: Any) -> Any:
+        return {name: x for name, x in columns_for(model, row).items() if name != "labels"}
+
+    def batch(rows: list[Any]) -> Any:
+        return inputs(data.collate(rows)) if data.collate else padded([inputs(x) for x in rows])
+
+    loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=batch)
     device = next(model.parameters()).device
     return [
-        {name: x.to(device) for name, x in batch.items() if name != "labels"}
-        for batch in islice(loader, _SAMPLES // _BATCH)
+        {name: x.to(device) for name, x in found.items()}
+        for found in islice(loader, _SAMPLES // _BATCH)
     ]
 
 

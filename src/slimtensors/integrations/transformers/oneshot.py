@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from slimtensors.calibration import Batch, batches_for
 from slimtensors.container import StrPath
+from slimtensors.integrations.transformers.columns import columns_for, unused_columns
 from slimtensors.integrations.transformers.models import load_model, load_tokenizer
 from slimtensors.integrations.transformers.recipes import check_model, save_model
 from slimtensors.making.in_place import new_folder
 from slimtensors.quantization.algorithms import LayerReport, Progress
 from slimtensors.recipe import Calibration, Recipe
-from slimtensors.recipe.calibration import Batch, Data
 from slimtensors.recipe.oneshot import apply_recipe, check_recipe
 from slimtensors.recipe.oneshot.apply import Start
 from slimtensors.recipe.quality import measure
@@ -74,8 +75,11 @@ def _batches(
     model: Any, dataset: Any, how: Calibration, tokenizer: Any
 ) -> tuple[list[Batch], list[str]]:
     """Return batches on the model's device, and what of them is not as asked for."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    batches, notes = Data.of(dataset).batches(how, tokenizer=tokenizer, longest=longest)
+    batches, notes = batches_for(model, dataset, how, tokenizer=tokenizer)
+    unused = sorted({name for batch in batches for name in unused_columns(model, batch)})
+    if unused:
+        notes.append(f"the model does not take {', '.join(unused)}: left out")
+        batches = [columns_for(model, batch) for batch in batches]
     device = next(model.parameters()).device
     return [_on(device, batch) for batch in batches], notes
 

@@ -14,7 +14,8 @@ from slimtensors.errors import ConfigError
 Batch = Any
 """What the model is called with: a mapping of arguments, a sequence of them, or just one."""
 
-_HIDDEN = "hidden_states"
+HIDDEN = "hidden_states"
+"""What blocks call what flows through them, where that is given by name."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -45,7 +46,7 @@ class Call:
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """Return what the block makes of these hidden states."""
         if self.by_name:
-            result = block(*self.args, **{_HIDDEN: hidden}, **self.kwargs)
+            result = block(*self.args, **{HIDDEN: hidden}, **self.kwargs)
         else:
             result = block(hidden, *self.args, **self.kwargs)
         return result if isinstance(result, Tensor) else result[0]
@@ -68,35 +69,6 @@ class Stack:
         """Let the hidden states pass through a block, to be what goes into the next one."""
         for i, outputs in enumerate(self.run(name)):
             self.hidden[i] = outputs
-
-
-def record(model: nn.Module, blocks: Mapping[str, nn.Module], batches: Sequence[Batch]) -> Stack:
-    """Run the model over all batches, and note how it calls its blocks."""
-    calls: dict[str, list[Call]] = {name: [] for name in blocks}
-    hidden: list[Tensor] = []
-
-    def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        by_name = not args
-        inputs = kwargs.pop(_HIDDEN) if by_name else args[0]
-        if name == first:
-            hidden.append(inputs)
-        calls[name].append(Call(args[1:], kwargs, by_name))
-
-    first = next(iter(blocks))
-    with ExitStack() as hooks:
-        for name, block in blocks.items():
-
-            def hook(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                note(name, args, dict(kwargs))
-
-            hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for i, batch in enumerate(batches, start=1):
-            run(model, batch)
-            if any(len(seen) != i for seen in calls.values()):
-                raise ConfigError(
-                    "a block does not run once for each batch; use apply_quantization_config"
-                )
-    return Stack(blocks, calls, hidden)
 
 
 @contextmanager

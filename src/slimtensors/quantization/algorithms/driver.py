@@ -7,10 +7,12 @@ from torch import nn
 
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.algorithms.blocks import Batch, Stack, find_blocks, ready, record, run
+from slimtensors.quantization.algorithms.blocks import Batch, Stack, find_blocks, ready, run
 from slimtensors.quantization.algorithms.digest import digests
 from slimtensors.quantization.algorithms.layers import Layer, layers_of
 from slimtensors.quantization.algorithms.methods import RTN, Method, find_method
+from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.quantization.algorithms.recording import record
 from slimtensors.quantization.algorithms.report import LayerReport, ModelReport
 from slimtensors.quantization.algorithms.round import Hessians, round_layer
 from slimtensors.quantization.algorithms.rtn import Rounded
@@ -43,7 +45,7 @@ def quantize_model(
     Hessians of its layers. With a `folder`, a run that was killed goes on after the last layer that
     was finished, with the same result; a folder begun with another model, config or data raises.
     """
-    how, batches = find_method(method), list(calibration)
+    how, batches = find_method(method), without_padding(model, calibration)
     needs_inputs = how.needs_inputs or smoothing is not None
     if not batches and (needs_inputs or config.needs_data):
         raise ConfigError("this needs calibration data, and there is none: pass calibration=...")

@@ -27,15 +27,16 @@ class Hessian:
     def add(self, inputs: Tensor) -> None:
         """Take in the inputs `[..., columns]` of one call."""
         x = inputs.detach().reshape(-1, inputs.shape[-1]).float()
-        if not torch.isfinite(x).all():
+        if not len(x):
+            return
+        largest = torch.maximum(x.amax(0), x.amin(0).neg_())
+        if not torch.isfinite(largest).all():  # NaN and infinity are the largest of all
             raise ConfigError(
                 "NaN or infinity among its inputs; check the calibration data, "
                 "or run the model in bfloat16 or float32"
             )
-        if not len(x):
-            return
         self._sum.addmm_(x.T, x)
-        self.largest = torch.maximum(self.largest, x.abs().amax(0))
+        self.largest = torch.maximum(self.largest, largest)
         self.tokens += len(x)
 
     def divide(self, scale: Tensor) -> None:

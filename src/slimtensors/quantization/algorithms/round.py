@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,23 +14,11 @@ from slimtensors.quantization.algorithms.layers import Layer
 from slimtensors.quantization.algorithms.methods import RTN, Method
 from slimtensors.quantization.algorithms.report import LayerReport
 from slimtensors.quantization.algorithms.rtn import Rounded, rtn
+from slimtensors.quantization.algorithms.telling import Told, layer_report
 from slimtensors.quantization.args import QuantizationArgs
 
 Hessians = Mapping[tuple[str, int], Hessian]
 """What was seen to flow into each matrix, by its layer's name and its number there."""
-
-
-@dataclass(frozen=True)
-class _Done:
-    """One matrix, on its grid."""
-
-    result: Rounded
-    method: str
-    tokens: int
-    notes: Sequence[str]
-    change: Change = field(default_factory=Change)
-    nearest: Change = field(default_factory=Change)
-    """What rounding to nearest would have changed."""
 
 
 def round_layer(layer: Layer, method: Method, hessians: Hessians) -> tuple[Rounded, LayerReport]:
@@ -44,41 +31,30 @@ def round_layer(layer: Layer, method: Method, hessians: Hessians) -> tuple[Round
             _round(matrix, method, hessians.get((layer.name, i)), args)
             for i, matrix in enumerate(layer.matrices)
         ]
-        results = [each.result for each in done]
+        results = [result for result, _ in done]
         whole = results[0] if layer.matrix.dim() == 2 else _stacked(results)
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
-    change = Change.of_all(each.change for each in done)
-    used = {each.method for each in done}
-    return whole, LayerReport(
-        layer.name,
-        method=method.name if method.name in used else RTN.name,
-        error=change.relative,
-        nearest_error=Change.of_all(each.nearest for each in done).relative,
-        mse=change.mse,
-        cosine=change.cosine,
-        tokens=sum(each.tokens for each in done),
-        seconds=time.perf_counter() - begin,
-        notes=gathered([each.notes for each in done]),
-    )
+    return whole, layer_report(layer.name, method.name, [told for _, told in done], begin=begin)
 
 
-def _round(weight: Tensor, method: Method, seen: Hessian | None, args: QuantizationArgs) -> _Done:
+def _round(
+    weight: Tensor, method: Method, seen: Hessian | None, args: QuantizationArgs
+) -> tuple[Rounded, Told]:
     notes: list[str] = []
+    nearest = rtn(weight, args)
     if seen is None or not seen.largest.any():
         if method.name != RTN.name:
             notes.append("nothing but zeros, if anything, came in: rounded to nearest")
-        return _Done(rtn(weight, args), RTN.name, 0, notes)
+        return nearest, Told(RTN.name, notes=notes)
     hessian = seen.mean()
-    nearest = rtn(weight, args)
     result, used = nearest, RTN.name
     if method.name != RTN.name:
         try:
             result, used = method.round(weight, hessian, args, tell=notes.append), method.name
         except SingularError as error:
             notes.append(f"{error}: rounded to nearest")
-    return _Done(
-        result,
+    return result, Told(
         used,
         seen.tokens,
         notes,
@@ -103,14 +79,3 @@ def _stacked(done: Sequence[Rounded]) -> Rounded:
     assert scale is not None
     params = Params(scale, stack("zero_point"), stack("global_scale"))
     return Rounded(torch.stack([each.weight for each in done]), params)
-
-
-def gathered(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Say of which experts each note is."""
-    if len(notes) == 1:
-        return tuple(notes[0])
-    which: dict[str, list[str]] = {}
-    for i, told in enumerate(notes):
-        for text in told:
-            which.setdefault(text, []).append(str(i))
-    return tuple(f"expert {', '.join(own)} of {len(notes)}: {x}" for x, own in which.items())

@@ -53,7 +53,8 @@ def smooth_block(
             touched = [*norm.parameters(recurse=False), *(layer.parameter for layer in readers)]
             changed += [names[id(parameter)] for parameter in touched]
         else:
-            notes.append(f"{each.source}: not smoothed, as more than {len(readers)} layers read it")
+            known = ", ".join(name for name, _ in each.readers)
+            notes.append(f"{each.source}: not smoothed, as not only {known} reads it")
     return changed, notes
 
 

@@ -73,6 +73,10 @@ _ALWAYS: Mapping[str, object] = {
     "preserve_sparsity_mask": True,
     "leave_enabled": True,
     "start": 0.0,
+    "start_epoch": 0.0,
+    "end_epoch": -1.0,
+    "block_size": 128,
+    "offload_hessians": False,
 }
 """Fields of theirs that ask for what happens anyway, where a modifier has none of that name."""
 
@@ -84,7 +88,8 @@ def make(name: str, given: Mapping[str, Any] | None) -> Any:
     kinds = _kinds(name)
     values = dict(given or {})
     for key, always in _ALWAYS.items():
-        if any(key in _known(kind) for kind in kinds) or key not in values:
+        is_field = any(key in _known(kind) | _FIELDS.get(kind, {}).keys() for kind in kinds)
+        if is_field or key not in values:
             continue
         if values.pop(key) != always:
             raise ConfigError(f"{name}: {key} is always {always} here")

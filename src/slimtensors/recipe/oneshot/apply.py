@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import nn
 
+from slimtensors.calibration import Batch
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError, SlimError
 from slimtensors.pruning import fitting_layers
 from slimtensors.quantization.algorithms import Progress
 from slimtensors.quantization.algorithms.layers import layers_of
-from slimtensors.recipe.calibration import Batch
 from slimtensors.recipe.modifiers import (
     ConstantPruning,
     Modifier,

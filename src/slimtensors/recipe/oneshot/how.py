@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimtensors.calibration import Batch
 from slimtensors.quantization.algorithms import Progress
-from slimtensors.recipe.calibration import Batch
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ function changesTable(recipe) {
     return [
       layer.name, step.modifier, layer.method,
       share(layer.error), share(layer.nearest_error), number(layer.cosine, 5),
-      state ? percent(state.sparsity) : "–", state ? state.bits.toFixed(2) : "–", seconds(layer.seconds),
+      state ? percent(state.sparsity) : "–", state ? (state.is_stored === false ? "~" : "") + state.bits.toFixed(2) : "–", seconds(layer.seconds),
     ];
   }));
   return recipeTable(head, rows, 3);

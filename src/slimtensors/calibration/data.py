@@ -1,4 +1,4 @@
-"""The data that a model is run on: from texts or tables to batches."""
+"""From texts, tables or tokens to batches."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimtensors.calibration.texts import read, texts_of
 from slimtensors.container import StrPath
 from slimtensors.errors import ConfigError
-from slimtensors.recipe.texts import read, texts_of
 
 Batch = Any
 """What a model is called with."""
 Tokens = list[int]
 
 _IDS, _MASK = "input_ids", "attention_mask"
-_PIECE = 100_000
-"""Characters of a text that are made into tokens at a time."""
+_PIECE = 20_000
+"""Characters of a text that are taken together: of a long one, samples come from all over it."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Data:
 
     @property
     def is_ready(self) -> bool:
-        """Whether items are batches that a model can be called with."""
+        """Whether items are batches that a model can be called with, not samples."""
         if isinstance(self.first, Mapping):
             return any(isinstance(x, Tensor) and x.dim() > 1 for x in self.first.values())
-        return not isinstance(self.first, str)
+        return not isinstance(self.first, str) and not _is_sample(self.first)
 
     def batches(
         self, how: Calibration, *, tokenizer: Any = None, longest: int | None = None
@@ -114,24 +114,48 @@ class Data:
             rows = (_tokens(row)[:length] for row in self.items)
             return list(islice(filter(None, rows), how.samples))
         if tokenizer is None:
-            raise ConfigError("texts need a tokenizer, and none was found: pass tokenizer=...")
+            raise ConfigError(
+                "texts need a tokenizer, and there is none in the folder of the model:"
+                " put it there, or pass tokenizer=..."
+            )
         texts = texts_of(self.items, column=how.column)
-        pieces = [text[i : i + _PIECE] for text in texts for i in range(0, len(text), _PIECE)]
+        pieces = list(texts)
+        if how.pack:
+            pieces = [x[i : i + _PIECE] for x in pieces for i in range(0, len(x), _PIECE)]
         random.Random(how.seed).shuffle(pieces)
-        tokens = (list(tokenizer(x, truncation=False)[_IDS]) for x in pieces if x.strip())
+        tokens = (
+            list(tokenizer(x, truncation=False, verbose=False)[_IDS]) for x in pieces if x.strip()
+        )
         if not how.pack:
             return list(islice((each[:length] for each in tokens if each), how.samples))
         return _packed(tokens, how.samples, length)
 
 
-def _tokens(row: Mapping[str, Any]) -> Tokens:
+def batches_for(
+    model: Any, dataset: Any, how: Calibration, *, tokenizer: Any
+) -> tuple[list[Batch], list[str]]:
+    """Return batches of a dataset for a model, and what of them is not as asked for."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return Data.of(dataset).batches(how, tokenizer=tokenizer, longest=longest)
+
+
+def _is_sample(item: Any) -> bool:
+    """Tell whether something is the tokens of one sample: a list or a row of whole numbers."""
+    if isinstance(item, Tensor):
+        return item.dim() == 1 and not item.is_floating_point()
+    return isinstance(item, Sequence) and bool(item) and all(isinstance(x, int) for x in item)
+
+
+def _tokens(row: Any) -> Tokens:
     """Return the tokens of a row that is not filled up, or those that did not fill it up."""
-    ids = torch.as_tensor(row[_IDS])
+    found = row if isinstance(row, Mapping) else {_IDS: row}
+    ids = torch.as_tensor(found[_IDS])
     if ids.dim() != 1:
         raise ConfigError(f"{_IDS} of a row are a list of tokens, not of shape {[*ids.shape]}")
-    if (mask := row.get(_MASK)) is not None:
+    if (mask := found.get(_MASK)) is not None:
         ids = ids[torch.as_tensor(mask).bool()]
-    return [int(each) for each in ids]
+    tokens: Tokens = ids.tolist()
+    return tokens
 
 
 def _packed(tokens: Iterable[Tokens], samples: int, length: int) -> list[Tokens]:

@@ -35,6 +35,8 @@ def read(path: StrPath) -> Iterator[str | Row]:
             text = file.read_text(encoding="utf-8", errors="replace")
             if "\0" in text:
                 raise ConfigError(f"{path}: is not a text file; write it as .txt, .jsonl or .csv")
+            if not text.strip():
+                raise ConfigError(f"{path}: is empty; calibration needs text")
             yield text
 
 
@@ -72,5 +74,8 @@ def _find_column(row: Row) -> str:
     known = [name for name in _COLUMNS if name in texts] or (texts if len(texts) == 1 else [])
     if not known:
         names = ", ".join(map(str, row))
-        raise ConfigError(f"which column is the text? there are {names}; say column=...")
+        raise ConfigError(
+            f"which column is the text? there are {names}; call one of them text,"
+            " or say Calibration(column=...)"
+        )
     return known[0]

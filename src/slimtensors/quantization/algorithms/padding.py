@@ -1,0 +1,58 @@
+"""Batches without what fills up their rows: it would count as data."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slimtensors.errors import ConfigError
+from slimtensors.quantization.algorithms.blocks import Batch
+
+_MASK = "attention_mask"
+
+
+def without_padding(model: nn.Module, batches: Iterable[Batch]) -> list[Batch]:
+    """Return batches of rows of equal length, without the tokens that `attention_mask` leaves out.
+
+    So padding is neither in Hessians nor in the ranges of inputs, and every token stands where it
+    would stand if its row came alone. A batch that cannot be taken apart by rows raises. Those of
+    an encoder with a decoder stay as they are: their mask says nothing about what is decoded.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return list(batches)
+    return [part for batch in batches for part in _parts(batch)]
+
+
+def _parts(batch: Batch) -> Iterator[Batch]:
+    mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.bool().all():
+        yield batch
+        return
+    attended = mask.bool()
+    lengths = attended.sum(1)
+    _check(batch, len(mask))
+    for length in sorted({*lengths.tolist()} - {0}):
+        rows = lengths == length
+        tokens = attended[rows].nonzero()[:, 1].view(-1, length)
+        yield {name: _cut(x, mask, rows, tokens) for name, x in batch.items()}
+
+
+def _cut(x: Any, mask: Tensor, rows: Tensor, tokens: Tensor) -> Any:
+    """Return of some rows the tokens, if it has them."""
+    if not isinstance(x, Tensor) or not x.dim():
+        return x
+    chosen = x[rows]
+    if x.shape[:2] != mask.shape:
+        return chosen
+    which = torch.arange(len(chosen), device=x.device)[:, None]
+    return chosen[which, tokens]
+
+
+def _check(batch: Mapping[str, Any], rows: int) -> None:
+    for name, x in batch.items():
+        if isinstance(x, Tensor) and x.dim() and len(x) != rows:
+            raise ConfigError(
+                f"{name} has {len(x)} rows where {_MASK} has {rows}, so that padding cannot be cut"
+                " off; give each sample in a batch of its own"
+            )

@@ -1,0 +1,136 @@
+"""What fills up the rows of a batch is no data: the model becomes what it does without it."""
+
+from itertools import product
+
+import pytest
+import torch
+from hf.tiny import MODELS, bert, llama, mixtral, same_weights
+from torch import nn
+from torch.utils.data import DataLoader
+
+from slimtensors.errors import ConfigError
+from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.quantization.state import quantization_of
+from slimtensors.recipe import (
+    AWQ,
+    GPTQ,
+    Recipe,
+    SmoothQuant,
+    SparseGPT,
+    Wanda,
+)
+from slimtensors.recipe.oneshot import apply_recipe
+from slimtensors.recipe.quality import measure
+from slimtensors.transformers import Calibration, oneshot
+
+LENGTHS = (9, 5, 9)
+W4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}
+STATIC = {
+    "group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8},
+        "input_activations": {"num_bits": 8},
+    }
+}
+RECIPES = {
+    "pruned": [Wanda(0.6, sparsity_profile="owl"), SparseGPT(0.7)],
+    "quantized": [AWQ(config_groups=W4)],
+    "smoothed": [SmoothQuant(0.6), GPTQ(config_groups=STATIC)],
+}
+
+
+def rows():
+    random = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 96, (length,), generator=random) for length in LENGTHS]
+
+
+def plain():
+    """Return the same rows in batches that need no padding."""
+    long, short, other = rows()
+    return [{"input_ids": short[None]}, {"input_ids": torch.stack([long, other])}]
+
+
+def padded(side):
+    """Return one batch in which every row has at least as much padding as tokens."""
+    width = 2 * max(LENGTHS)
+
+    def filled(row, value):
+        fill = torch.full((width - len(row),), value)
+        return torch.cat([fill, row] if side == "left" else [row, fill])
+
+    return {
+        "input_ids": torch.stack([filled(row, 7) for row in rows()]),
+        "attention_mask": torch.stack([filled(torch.ones_like(row), 0) for row in rows()]),
+    }
+
+
+def input_scales(model):
+    states = [quantization_of(module) for module in model.modules()]
+    return [float(x.input_scale) for x in states if hasattr(x, "input_scale")]
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"), [*product([llama, bert], RECIPES), (mixtral, "pruned")]
+)
+def test_padding_changes_nothing(make, recipe):
+    want = make()
+    apply_recipe(want, Recipe.of(RECIPES[recipe]), plain())
+    assert bool(input_scales(want)) == (recipe == "smoothed")
+    for side in ("left", "right"):
+        found = make()
+        apply_recipe(found, Recipe.of(RECIPES[recipe]), [padded(side)])
+        assert same_weights(found, want)
+        assert input_scales(found) == input_scales(want)
+
+
+def test_padding_would_have_changed_something():
+    want, found = llama(), llama()
+    apply_recipe(want, Recipe.of([Wanda(0.7)]), plain())
+    apply_recipe(found, Recipe.of([Wanda(0.7)]), [{"input_ids": padded("right")["input_ids"]}])
+    assert not same_weights(found, want)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("make", [llama, bert])
+def test_padding_does_not_count_for_quality(make, side):
+    model = make()
+    want, found = measure(model, plain()), measure(model, [padded(side)])
+    assert found.perplexity == want.perplexity
+    assert torch.equal(found.outputs, want.outputs)
+
+
+def test_padding_is_left_out_of_what_a_loader_gives():
+    whole = padded("right")
+    items = [{name: x[i] for name, x in whole.items()} for i in range(len(LENGTHS))]
+    loader = DataLoader(items, batch_size=3)
+    _, report = oneshot(llama(), [SparseGPT(0.5)], loader, calibration=Calibration(samples=3))
+    assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
+
+
+def test_all_that_belongs_to_a_token_goes_with_it():
+    batch = padded("left")
+    count, width = batch["input_ids"].shape
+    places = torch.arange(width).expand(count, width)
+    more = {"position_ids": places, "label": torch.arange(count), "scale": 2.0}
+    short, long = without_padding(nn.Linear(1, 1), [{**batch, **more}])
+    assert torch.equal(long["input_ids"], torch.stack([rows()[0], rows()[2]]))
+    assert torch.equal(short["position_ids"], places[:1, -5:])
+    assert long["label"].tolist() == [0, 2]
+    assert short["label"].tolist() == [1]
+    assert short["scale"] == 2.0
+    assert all(part["attention_mask"].all() for part in (short, long))
+
+
+def test_what_has_no_padding_stays_as_it_is():
+    full = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
+    given = [full, torch.ones(2, 3), [torch.ones(2, 3)], {"x": torch.ones(2)}]
+    found = without_padding(nn.Linear(1, 1), given)
+    assert all(a is b for a, b in zip(found, given, strict=True))
+    decoding = [padded("right") | {"decoder_input_ids": torch.ones(3, 18)}]
+    assert without_padding(MODELS["t5"][0](), decoding)[0] is decoding[0]
+
+
+def test_a_batch_that_cannot_be_taken_apart_is_refused():
+    patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
+    with pytest.raises(ConfigError, match="pixel_values has 8 rows where attention_mask has 3"):
+        without_padding(nn.Linear(1, 1), [patches])
