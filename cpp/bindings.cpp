@@ -106,6 +106,12 @@ NB_MODULE(_core, m) {
             huffman_decode(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
         },
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
+    m.def(
+        "huffman_decode_again",
+        [](const In& rows, const In& data, std::size_t itemsize, bool rotated, const Out& items) {
+            huffman_decode_again(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
+        },
+        "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
 
     m.attr("BINS_CHUNK") = bins_chunk;
     m.def(

@@ -133,6 +133,11 @@ def huffman_decode(
 ) -> None:
     """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
 
+def huffman_decode_again(
+    rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
+) -> None:
+    """Do the same without comparing checksums, for what `huffman_decode` has taken before."""
+
 BINS_CHUNK: int
 """Items of a chunk of the functions below, which code items as bins, in chunks that share a model.
 

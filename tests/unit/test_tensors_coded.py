@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import slimtensors
+from slimtensors.errors import CorruptFileError
 from slimtensors.quantization import (
     coded_weight,
     decode_ahead,
@@ -83,6 +84,13 @@ def test_large_weights_are_multiplied_in_exact_pieces(columns, dtype, ahead, mon
     assert (len(pieces) > 1) == (dtype is not torch.float32 and columns != 1001)
     rows = [piece.rows for piece in pieces]
     assert [row for some in rows for row in range(1100)[some]] == list(range(1100))
+
+
+def test_the_first_use_of_a_weight_compares_checksums():
+    held = coded_weight()(torch.randn(512, 1024).bfloat16())
+    held.leaf1[-1] ^= 1
+    with pytest.raises(CorruptFileError):
+        functional.linear(torch.ones(1, 1024).bfloat16(), held)
 
 
 def test_inputs_of_weights_decoded_ahead_may_need_gradients():

@@ -67,6 +67,10 @@ class Cut(Divisible, Protocol):
         """Return views, the parts of every so many items; that is a multiple of `step`."""
         ...
 
+    def decode_again(self, parts: Parts, out: Tensor) -> None:
+        """Decode into `out` without comparing checksums, if that was done before."""
+        ...
+
 
 @runtime_checkable
 class Into(Protocol):

@@ -51,6 +51,8 @@ class CodedTensor(CompressedTensor):
     part_names = tuple(f"leaf{i}" for i in range(_MOST_LEAVES))
     config: CodedConfig
     _ahead: "Ahead | None" = None
+    _was_decoded = False
+    """Whether the checksums of all rows have been compared."""
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
@@ -83,6 +85,7 @@ class CodedTensor(CompressedTensor):
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
         for rows, dense in self._ahead.decoded(self) if self._ahead else _decoded(self):
             out[..., rows] = functional.linear(x, dense, None if bias is None else bias[rows])
+        self._was_decoded = True
         return out
 
     def rows(self, index: slice | Tensor) -> Tensor:
@@ -190,12 +193,17 @@ class _Piece:
     rows: slice
     device: torch.device
     dtype: torch.dtype
+    again: codecs.Cut | None
+    """What decodes the rows without comparing checksums, if that was done before."""
 
     def decode(self, room: Tensor) -> Tensor:
         """Return the rows, in this memory if their codec can do that."""
         spec = self.held.spec
         out = room[: spec.nbytes].view(spec.dtype).view(spec.shape)
-        return decode_into(self.held, out).to(self.device, self.dtype)
+        if self.again is None:
+            return decode_into(self.held, out).to(self.device, self.dtype)
+        self.again.decode_again(plain_parts(self.held), out)
+        return out.to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -224,16 +232,18 @@ def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     count, columns = spec.shape
     parts: Sequence[Mapping[str, Tensor | Encoded]] = [held.parts]
     every = max(count, 1)
+    again = None
     if isinstance(codec, codecs.Cut) and spec.numel and _rows_stand_alone(weight.dtype):
         step = codec.step(spec)
         least = step // gcd(step, columns)  # rows that are whole chunks
         every = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
         parts = codec.cut(plain_parts(held), spec, every * columns)
+        again = codec if weight._was_decoded else None
     pieces = []
     for first, some in zip(range(0, max(count, 1), every), parts, strict=True):
         rows = slice(first, min(first + every, count))
         piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), some)
-        pieces.append(_Piece(piece, rows, weight.device, weight.dtype))
+        pieces.append(_Piece(piece, rows, weight.device, weight.dtype, again))
     return pieces
 
 
