@@ -171,6 +171,17 @@ def test_rounding_never_adds_up_along_a_chain(tmp_path):
     assert max(errors) < 1.5 * errors[0]
 
 
+def test_weights_that_move_by_less_than_a_step_do_move(tmp_path):
+    moved = torch.full((256, 256), 0.02)
+    moved[:64] = 1.0
+    before = torch.randn(256, 256)
+    save_checkpoint({"model": {"w": before}}, tmp_path / "a")
+    after = {"model": {"w": before + moved}}
+    save_checkpoint(after, tmp_path / "b", base=tmp_path / "a", profile="all")
+    back = load_checkpoint(tmp_path / "b")["model"]["w"] - before
+    assert float(back[64:].mean()) == pytest.approx(0.02, abs=0.002)
+
+
 def test_the_same_state_gives_the_same_bytes(tmp_path, states):
     for name in ("a", "b"):
         save_checkpoint(states[1], tmp_path / name, profile="optimizer")

@@ -161,7 +161,7 @@ class Coding:
                 return entry, r, y
             moved = x.float() - y.float()
             step = profile.weight_step * norm(moved) / moved.numel() ** 0.5
-            q = in_steps(moved, step, None)
+            q = in_steps(moved, step, self._seed(about))
             if q is not None:
                 return Entry(STEPS, spec, base=digest(y), step=step), q, y
         is_second = SECOND in about.roles

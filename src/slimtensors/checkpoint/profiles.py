@@ -10,8 +10,9 @@ from slimtensors.errors import ConfigError, nearest
 class Profile:
     """What may be rounded. Vectors, counters and random states never are.
 
-    Roundings of moments are random, so that their errors have no direction and do not add up; they
-    are seeded, so that the same state gives the same bytes.
+    What a training goes on from is rounded at random, so that errors have no direction and do not
+    add up: rounded to nearest, a weight that moves by less than half a step would never move. The
+    random numbers have a seed, so that the same state gives the same bytes.
     """
 
     name: str
@@ -43,7 +44,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile("exact"),
         Profile("optimizer-bf16", first_bits=7, second_bits=7),
         Profile("optimizer", first_step=1 / 16, second_bits=5),
-        Profile("all", weight_step=1 / 2, first_step=1 / 8, second_bits=4),
+        Profile("all", weight_step=0.4, first_step=1 / 8, second_bits=3),
         Profile("history", weight_bits=7, is_model_only=True),
     )
 }
