@@ -108,10 +108,11 @@ NB_MODULE(_core, m) {
         "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
     m.def(
         "huffman_decode_again",
-        [](const In& rows, const In& data, std::size_t itemsize, bool rotated, const Out& items) {
-            huffman_decode_again(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes);
+        [](const In& rows, const In& data, std::size_t itemsize, bool rotated, const Out& items,
+           unsigned threads) {
+            huffman_decode_again(rows.bytes, data.bytes, {itemsize, rotated}, items.bytes, threads);
         },
-        "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, no_gil);
+        "rows"_a, "data"_a, "itemsize"_a, "rotated"_a, "items"_a, "threads"_a, no_gil);
 
     m.attr("BINS_CHUNK") = bins_chunk;
     m.def(

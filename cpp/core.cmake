@@ -41,6 +41,13 @@ target_compile_options(slim_core PRIVATE -ffp-contract=off -fno-trapping-math)
 target_include_directories(slim_core PUBLIC ${CMAKE_CURRENT_LIST_DIR})
 find_package(Threads REQUIRED)
 target_link_libraries(slim_core PUBLIC Threads::Threads)
+# GCC's OpenMP is torch's on Linux: both ask for libgomp.so.1, and the loader gives them the same one (threads.h).
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  find_package(OpenMP COMPONENTS CXX)
+  if(OpenMP_CXX_FOUND)
+    target_link_libraries(slim_core PUBLIC OpenMP::OpenMP_CXX)
+  endif()
+endif()
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)

@@ -6,6 +6,7 @@
 
 #include "crc32c.h"
 #include "huffman_stream.h"
+#include "threads.h"
 
 namespace slimtensors {
 namespace {
@@ -294,18 +295,18 @@ class ChunkDecoder {
     DecodeTable table_;
 };
 
+// Decode chunks `c` to `end`, of which the first begins where `data` does.
 template <bool compared_before>
-void decode_chunks(Bytes rows, Bytes data, ItemKind kind, MutableBytes items) {
-    const Layout layout(items.size(), kind, rows.size());
-    layout.check_data(rows, data.size());
+void decode_chunks(const Layout& layout, std::size_t c, std::size_t end, Bytes rows, Bytes data, ItemKind kind,
+                   MutableBytes items) {
     ChunkDecoder decoder;
-    for (std::size_t c = 0; c < layout.chunks; ++c) {
+    for (; c < end; ++c) {
         const Bytes chunk = data.first(layout.chunk_size(rows, c));
         data = data.subspan(chunk.size());
         if constexpr (!compared_before)
             if (load<std::uint32_t>(rows.data() + c * layout.row_bytes()) != layout.checksum(rows, c, chunk))
                 refuse("a chunk does not have its checksum");
-        const Bytes next = data.first(c + 1 < layout.chunks ? layout.chunk_size(rows, c + 1) : 0);
+        const Bytes next = data.first(c + 1 < end ? layout.chunk_size(rows, c + 1) : 0);
         decoder.decode(rows.data() + layout.size_at(c, 0), chunk, next, kind,
                        items.subspan(layout.item_at(c), layout.count(c) * kind.size));
     }
@@ -314,11 +315,21 @@ void decode_chunks(Bytes rows, Bytes data, ItemKind kind, MutableBytes items) {
 }  // namespace
 
 void huffman_decode(Bytes rows, Bytes data, ItemKind kind, MutableBytes items) {
-    decode_chunks<false>(rows, data, kind, items);
+    const Layout layout(items.size(), kind, rows.size());
+    layout.check_data(rows, data.size());
+    decode_chunks<false>(layout, 0, layout.chunks, rows, data, kind, items);
 }
 
-void huffman_decode_again(Bytes rows, Bytes data, ItemKind kind, MutableBytes items) {
-    decode_chunks<true>(rows, data, kind, items);
+void huffman_decode_again(Bytes rows, Bytes data, ItemKind kind, MutableBytes items, unsigned threads) {
+    const Layout layout(items.size(), kind, rows.size());
+    layout.check_data(rows, data.size());
+    const std::size_t pieces = std::clamp<std::size_t>(threads, 1, std::max<std::size_t>(layout.chunks, 1));
+    on_threads(pieces, [&](std::size_t p) {
+        const std::size_t first = layout.chunks * p / pieces, end = layout.chunks * (p + 1) / pieces;
+        std::size_t at = 0;
+        for (std::size_t c = 0; c < first; ++c) at += layout.chunk_size(rows, c);
+        decode_chunks<true>(layout, first, end, rows, data.subspan(at), kind, items);
+    });
 }
 
 }  // namespace slimtensors

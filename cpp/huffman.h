@@ -26,6 +26,6 @@ void huffman_decode(Bytes rows, Bytes data, ItemKind kind, MutableBytes items);
 
 // The same for chunks whose checksums were compared before, which takes a fifth of the time. Whatever the
 // bytes are, nothing else is read or written.
-void huffman_decode_again(Bytes rows, Bytes data, ItemKind kind, MutableBytes items);
+void huffman_decode_again(Bytes rows, Bytes data, ItemKind kind, MutableBytes items, unsigned threads);
 
 }  // namespace slimtensors

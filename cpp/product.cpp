@@ -3,13 +3,12 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "cpu.h"
 #include "floats.h"
 #include "product_kernels.h"
+#include "threads.h"
 
 namespace slimtensors {
 namespace {
@@ -187,17 +186,9 @@ void multiply_codes(Bytes codes, Codes from, const Scales& scales, const Blocks&
                     across, rows,      stride, count,      reinterpret_cast<float*>(products.data())};
     product.take(inputs);
     const std::size_t pieces = std::clamp<std::size_t>(threads, 1, rows);
-    std::vector<std::thread> others;
-    for (std::size_t p = 1; p < pieces; ++p) {
-        const auto piece = [&, p] { Panel(product).run(rows * p / pieces, rows * (p + 1) / pieces); };
-        try {
-            others.emplace_back(piece);
-        } catch (const std::system_error&) {  // there are no more threads to be had
-            piece();
-        }
-    }
-    Panel(product).run(0, rows / pieces);
-    for (auto& other : others) other.join();
+    on_threads(pieces, [&](std::size_t p) {
+        Panel(product).run(rows * p / pieces, rows * (p + 1) / pieces);
+    });
 }
 
 }  // namespace slimtensors

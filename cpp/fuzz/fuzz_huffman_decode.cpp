@@ -75,7 +75,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         if (fuzz::accepts([&] { huffman_decode(coded.rows, coded.data, kind, out); })) decoded.push_back(out);
     });
     std::vector<std::uint8_t> unchecked(items.size(), 0xa5);
-    fuzz::accepts([&] { huffman_decode_again(coded.rows, coded.data, kind, unchecked); });
+    fuzz::accepts([&] { huffman_decode_again(coded.rows, coded.data, kind, unchecked, 1 + choice % 2); });
     fuzz::require(decoded.empty() || unchecked == decoded[0]);
     fuzz::require(decoded.empty() || (decoded.size() == 2 && decoded[0] == decoded[1]));
     if (decoded.empty()) return 0;

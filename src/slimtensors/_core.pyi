@@ -134,7 +134,12 @@ def huffman_decode(
     """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
 
 def huffman_decode_again(
-    rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
+    rows: Buffer,
+    data: Buffer,
+    itemsize: int,
+    rotated: bool,
+    items: MutableBuffer,
+    threads: int,
 ) -> None:
     """Do the same without comparing checksums, for what `huffman_decode` has taken before."""
 

@@ -358,18 +358,22 @@ def test_a_flipped_bit_is_always_noticed(dtype, seed):
         Huffman().decode_range(parts, Spec.of(x), 10, 20)
 
 
-def test_only_what_was_compared_before_is_decoded_without_checksums():
-    x = torch.randn(3 * CHUNK).bfloat16()
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_only_what_was_compared_before_is_decoded_without_checksums(threads):
+    x = torch.randn(5 * CHUNK + 7).bfloat16()
     parts, out = Huffman().encode(x), torch.empty_like(x)
-    Huffman().decode_again(parts, out)
+    Huffman().decode_again(parts, out, threads)
     assert same_bits(out, x)
     parts["chunks"].view(torch.int32)[1, 0] ^= 1
-    Huffman().decode_again(parts, out)
+    Huffman().decode_again(parts, out, threads)
     assert same_bits(out, x)
     with pytest.raises(CorruptFileError, match="checksum"):
         Huffman().decode_into(parts, out)
     with pytest.raises(CorruptFileError):
-        Huffman().decode_again({**parts, "data": parts["data"][1:]}, out)
+        Huffman().decode_again({**parts, "data": parts["data"][1:]}, out, threads)
+    parts["data"][-1000:] = 0xFF  # of the last chunk, which is another thread's
+    with pytest.raises(CorruptFileError):
+        Huffman().decode_again(parts, out, threads)
 
 
 def test_parts_that_do_not_fit_are_refused():

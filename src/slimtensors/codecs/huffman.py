@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -96,10 +96,11 @@ class Huffman:
             for some, place in zip(groups, places, strict=True)
         ]
 
-    def decode_again(self, parts: Parts, out: Tensor) -> None:
-        """Decode into the memory of `out`, without comparing checksums."""
+    def decode_again(self, parts: Parts, out: Tensor, threads: int) -> None:
+        """Decode into the memory of `out` on so many threads, without comparing checksums."""
         chunks, data = _checked(parts, Spec.of(out))
-        _decode(as_bytes(chunks), data, _kind(out.dtype), as_bytes(out), _core.huffman_decode_again)
+        decode = partial(_core.huffman_decode_again, threads=threads)
+        _decode(as_bytes(chunks), data, _kind(out.dtype), as_bytes(out), decode)
 
     def decode_into(self, parts: Parts, out: Tensor, each: Each = serially) -> None:
         """Decode into the memory of `out`."""

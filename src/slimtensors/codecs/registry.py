@@ -67,7 +67,7 @@ class Cut(Divisible, Protocol):
         """Return views, the parts of every so many items; that is a multiple of `step`."""
         ...
 
-    def decode_again(self, parts: Parts, out: Tensor) -> None:
+    def decode_again(self, parts: Parts, out: Tensor, threads: int) -> None:
         """Decode into `out` without comparing checksums, if that was done before."""
         ...
 

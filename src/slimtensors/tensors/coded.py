@@ -27,7 +27,7 @@ _RUN = 1 << 17
 """Items that are decoded for one, at the least."""
 
 _IN_CACHE = 2 << 20
-"""Bytes that are decoded at a time, to be used while they are in a cache."""
+"""Bytes that a thread decodes at a time, to be used while they are in a cache."""
 
 _AHEAD = 4 << 20
 """Bytes that are decoded at a time on another thread, which must be worth waking it."""
@@ -81,9 +81,14 @@ class CodedTensor(CompressedTensor):
         return decode(self.encoded()).to(self.device, self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by some rows after the other, which were decoded ahead or are now."""
+        """Multiply by some rows after the other, which were decoded ahead or are now.
+
+        Where torch has several threads, they decode together, and leave no core for another one.
+        """
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
-        for rows, dense in self._ahead.decoded(self) if self._ahead else _decoded(self):
+        threads = torch.get_num_threads()
+        ahead = self._ahead if threads == 1 else None
+        for rows, dense in ahead.decoded(self) if ahead else _decoded(self, threads):
             out[..., rows] = functional.linear(x, dense, None if bias is None else bias[rows])
         self._was_decoded = True
         return out
@@ -196,13 +201,13 @@ class _Piece:
     again: codecs.Cut | None
     """What decodes the rows without comparing checksums, if that was done before."""
 
-    def decode(self, room: Tensor) -> Tensor:
+    def decode(self, room: Tensor, threads: int = 1) -> Tensor:
         """Return the rows, in this memory if their codec can do that."""
         spec = self.held.spec
         out = room[: spec.nbytes].view(spec.dtype).view(spec.shape)
         if self.again is None:
             return decode_into(self.held, out).to(self.device, self.dtype)
-        self.again.decode_again(plain_parts(self.held), out)
+        self.again.decode_again(plain_parts(self.held), out, threads)
         return out.to(self.device, self.dtype)
 
 
@@ -218,11 +223,11 @@ class _Begun:
     first: _Decoded
 
 
-def _decoded(weight: CodedTensor) -> Iterator[tuple[slice, Tensor]]:
+def _decoded(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]]:
     """Give some dense rows after the other, all of them in the same memory."""
-    pieces = _cut(weight, _IN_CACHE)
+    pieces = _cut(weight, _IN_CACHE * threads)
     room = empty(Spec(torch.uint8, (pieces[0].held.spec.nbytes,)))
-    return ((piece.rows, piece.decode(room)) for piece in pieces)
+    return ((piece.rows, piece.decode(room, threads)) for piece in pieces)
 
 
 def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
@@ -266,7 +271,7 @@ def _rows_stand_alone(dtype: torch.dtype) -> bool:
 
 
 def decode_ahead(blocks: Iterable[nn.Module]) -> Ahead:
-    """While a weight is used, decode the next one on another thread.
+    """While a weight is used on one thread, decode the next one on another.
 
     `blocks` are modules in the order in which they run. Call it when the weights are in place: new
     ones, as `model.to(…)` makes, are not known to it. `remove()` of what it returns ends it.
