@@ -70,15 +70,27 @@ SHORT: Mapping[str, Sequence[tuple[str, str, str, str]]] = {
     "quantize_kernels": [
         (f"{_W4}: compress, scales found against {_CT20}", "quantize to W4A16", _CT20, _FASTER),
     ],
-    "gptq": [(f"{_GPTQ}: as fast as llm-compressor", "GPTQ", "llm-compressor", _FASTER)],
+    "gptq": [(f"{_GPTQ}: as fast as llm-compressor", "GPTQ, one layer", "llm-compressor", _FASTER)],
+    "recipes": [
+        ("50 % SparseGPT: CPU time", "SparseGPT, a whole model", "llm-compressor", _TIME),
+    ],
     "checkpoints": [
         ("gpt: exact, smaller", "exact delta of a checkpoint, GPT", "torch.save", _SMALLER),
         ("minilm: exact, smaller", "the same, MiniLM fine-tuned", "torch.save", _SMALLER),
         ("gpt: optimizer-bf16, smaller", "moments in bf16, GPT", "torch.save", _SMALLER),
     ],
+    "checkpoint_run": [
+        (
+            "the run, smaller than torch.save files",
+            "50 saves, two of them whole",
+            "torch.save",
+            _SMALLER,
+        ),
+    ],
     "run_compressed-half": [
         ("int8, 1 threads", "a token, int8", "dense bf16", _FASTER),
         ("int4, 1 threads", "a token, int4", "dense bf16", _FASTER),
+        ("load of 579 int8 tensors against torchao", "load 579 int8 tensors", "torchao", _TIME),
     ],
     "load_file": [
         (
