@@ -14,7 +14,10 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 60, 230, 14, 34
 LOWEST, HIGHEST = -7, 0
 """Powers of ten between which differences are shown."""
 SMOOTH = 10
-COLOURS = ("#666666", "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d")
+COLOURS = (
+    *("#000000", "#666666", "#999999", "#bbbbbb", "#e6ab02"),
+    *("#1b9e77", "#d95f02", "#7570b3", "#66a61e", "#e7298a", "#a6761d"),
+)
 
 
 def main() -> None:
@@ -39,7 +42,7 @@ def picture(rows) -> str:
         x = _x(step, steps)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{step}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">steps after the first restore</text>')
-    for i, (row, colour) in enumerate(zip(rows, COLOURS, strict=False)):
+    for i, (row, colour) in enumerate(zip(rows, COLOURS, strict=True)):
         points = (f"{_x(s, steps):.1f},{_y(d):.1f}" for s, d in enumerate(_smooth(row["curve"]), 1))
         parts.append(
             f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"'

@@ -7,10 +7,11 @@
 
 namespace slimtensors {
 
-// Call `work(0)` … `work(count - 1)`, each on a thread, and throw the first of what they throw.
+// Call `work(0)` … `work(count - 1)` on several threads, and throw the first of what they throw.
 //
-// With OpenMP the threads are torch's own. After each of its loops those keep their cores busy for a while, and
-// threads of ours would have to share what is left: on two cores, a product took longer by two than by one.
+// With OpenMP the threads are torch's own, as many as it has: asking for fewer would end the others. After each
+// of torch's loops they keep their cores busy for a while, and threads of ours would have to share what is left:
+// on two cores, a product took longer by two than by one.
 template <class Work>
 void on_threads(std::size_t count, const Work& work) {
     std::vector<std::exception_ptr> thrown(count);
@@ -22,7 +23,7 @@ void on_threads(std::size_t count, const Work& work) {
         }
     };
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(static_cast<int>(count)) schedule(static, 1) if (count > 1)
+#pragma omp parallel for schedule(static, 1) if (count > 1)
     for (std::size_t i = 0; i < count; ++i) run(i);
 #else
     std::vector<std::thread> others;

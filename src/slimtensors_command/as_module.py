@@ -1,17 +1,21 @@
 """`python -m slimtensors` imports the package before it runs any of it: Ctrl-C is told here."""
 
 import sys
+from itertools import pairwise
 from types import TracebackType
+
+_before = sys.excepthook
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Say in a line that Ctrl-C came, and anything else as Python does."""
+    """Say in a line that Ctrl-C came, and anything else as before."""
     if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
+        _before(kind, error, trace)
         return
     print("slimtensors: interrupted", file=sys.stderr)
     sys.exit(130)
 
 
-if sys.argv[:1] == ["-m"]:  # so Python calls what it is still looking for
+# "-m" is what Python calls the program while it is still looking for it.
+if sys.argv[:1] == ["-m"] and ("-m", "slimtensors") in pairwise(sys.orig_argv):
     sys.excepthook = tell

@@ -127,6 +127,16 @@ sys.meta_path.insert(0, Interrupter())
 """
 
 
+def test_other_programs_that_import_the_library_keep_their_own_way_to_tell_errors(tmp_path):
+    package = tmp_path / "other"
+    package.mkdir()
+    (package / "__init__.py").write_text("import slimtensors")
+    (package / "__main__.py").write_text("import sys; print(sys.excepthook is sys.__excepthook__)")
+    command = [sys.executable, "-m", "other"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 INSTALLED = "import sys; from slimtensors_command import main; sys.exit(main())"
 
 

@@ -18,7 +18,8 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
-from slimtensors.container import replace_folder
+from slimtensors.container import hidden_name, replace_folder
+from slimtensors.container.hidden import OLD
 from slimtensors.distributed import StorageReader, StorageWriter
 from slimtensors.distributed.boxes import Box
 from slimtensors.distributed.manifest import read_manifest
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
 
 def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
     save(state(), tmp_path / "a")
-    hidden = (tmp_path / "a").rename(tmp_path / ".a.0123abcd.slimtensors-old")
+    hidden = (tmp_path / "a").rename(hidden_name(tmp_path / "a", OLD))
     writer = StorageWriter(tmp_path / "a")
     with pytest.raises(CheckpointException, match="out of order"):
         dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
@@ -254,8 +255,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next_one(tmp_path):
-    left = tmp_path / ".a.0123abcd.slimtensors-tmp"
-    other = tmp_path / ".a.b.0123abcd.slimtensors-tmp"
+    left, other = hidden_name(tmp_path / "a"), hidden_name(tmp_path / "a.b")
     for folder in (left, other):
         folder.mkdir()
         (folder / "rank-00000.safetensors").touch()

@@ -108,6 +108,48 @@ def test_what_has_a_writer_stays_and_what_has_none_goes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
+def test_what_another_machine_has_made_stays(tmp_path, monkeypatch):
+    left = hidden_name(tmp_path / "x")
+    left.mkdir()
+    monkeypatch.setattr("slimtensors.container.hidden._here", lambda: "01234567")
+    with new_folder(tmp_path / "x", replace=False):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"x", left.name}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupt_between_two_steps_leaves_a_folder_under_the_name(tmp_path, monkeypatch, step):
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.mkdir()
+    old.mkdir()
+    rename, count = Path.rename, []
+
+    def interrupted(self, target):
+        rename(self, target)
+        count.append(target)
+        if len(count) == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("slimtensors.container.hidden._exchange", lambda a, b: False)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(new, old)
+    assert old.exists()
+
+
+def test_a_model_whose_file_was_removed_before_it_got_its_name_does_not_cost_the_old_one(tmp_path):
+    old = {f"x{i}": torch.randn(100) for i in range(4)}
+    slimtensors.save(old, tmp_path / "model", max_shard_size=400)
+
+    def remove(done):
+        for name in leftovers(tmp_path / "model"):
+            (tmp_path / "model" / name).unlink()
+
+    with pytest.raises(FileNotFoundError):
+        slimtensors.save({"x": torch.zeros(9)}, tmp_path / "model", progress=remove)
+    assert slimtensors.load(tmp_path / "model").keys() == old.keys()
+
+
 def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
     old = hidden_name(tmp_path / "x", OLD)
     old.mkdir()

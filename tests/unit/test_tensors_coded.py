@@ -72,6 +72,25 @@ def test_the_next_weight_is_decoded_on_another_thread(monkeypatch, threads_of_to
     assert not threads
 
 
+def test_checksums_of_parts_that_are_copied_into_a_used_weight_are_compared():
+    coded = model(1)
+    quantize_(coded, coded_weight())
+    coded(TOKENS)
+    state = {name: copy.deepcopy(x) for name, x in coded.state_dict().items()}
+    chunks = next(part for _, part in state["0.0.weight"].leaves() if part.dtype is torch.uint32)
+    chunks.view(torch.int32)[0, 0] ^= 1
+    coded.load_state_dict(state)
+    with pytest.raises(CorruptFileError, match="checksum"):
+        coded(TOKENS)
+
+
+def test_a_weight_without_memory_tells_the_shape_of_a_product():
+    coded = model(1)
+    quantize_(coded, coded_weight())
+    weight = coded[0][0].weight.to("meta")
+    assert functional.linear(TOKENS.to("meta"), weight).shape == (4, 256)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [1024, 1408, 1001])  # whole chunks, with others, never

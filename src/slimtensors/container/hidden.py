@@ -3,11 +3,15 @@
 import ctypes
 import fcntl
 import glob
+import hashlib
 import os
+import platform
 import secrets
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 MARK = ".slimtensors-tmp"
@@ -24,6 +28,7 @@ _LONGEST = 200
 def hidden_folder(target: Path) -> Iterator[Path]:
     """Give a folder beside `target` to fill, which goes at the end if it has got no other name."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target)
     folder, lock = make_hidden(target, Path.mkdir)
     try:
         yield folder
@@ -33,15 +38,17 @@ def hidden_folder(target: Path) -> Iterator[Path]:
 
 
 def make_hidden(target: Path, make: Callable[[Path], object]) -> tuple[Path, int]:
-    """Make a file or a folder beside `target`, and remove what killed processes left of theirs.
+    """Make a file or a folder beside `target`.
 
     Returns also the descriptor that locks it, to close when it has got its name or is gone.
     """
-    remove_abandoned(target)
     while True:
         path = hidden_name(target)
         make(path)
-        lock = _opened(path)
+        try:
+            lock = _opened(path)
+        except FileNotFoundError:  # another process has taken it for abandoned
+            continue
         with suppress(OSError):  # without locks, it is never taken for abandoned
             fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():  # else another process has removed it before it was locked
@@ -50,10 +57,14 @@ def make_hidden(target: Path, make: Callable[[Path], object]) -> tuple[Path, int
 
 
 def remove_abandoned(target: Path) -> None:
-    """Remove what writers of `target` have left that were killed; what has a writer stays."""
-    marks = (MARK, OLD) if target.exists() else (MARK,)  # else the old one is all there is
-    for mark in marks:
+    """Remove what writers of `target` have left that were killed; what has a writer stays.
+
+    So does what another machine has made: not every shared disk tells one of the other's locks.
+    """
+    for mark in (MARK, OLD):
         for path in target.parent.glob(glob.escape(_stem(target)) + "[0-9a-f]" * 8 + mark):
+            if mark == OLD and not target.exists():  # then the old one is all there is
+                continue
             with suppress(OSError):  # it has a writer, or is gone, or may not be removed
                 _remove_unlocked(path)
 
@@ -73,14 +84,15 @@ def replace_folder(new: Path, old: Path) -> None:
     gone = new
     if not _exchange(new, old):
         gone = hidden_name(old, OLD)
-        old.rename(gone)
         try:
+            old.rename(gone)
             new.rename(old)
         except BaseException:
-            gone.rename(old)
+            if gone.exists() and not old.exists():
+                gone.rename(old)
             raise
     sync_folder(old.parent)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # what cannot go now goes with the next save
 
 
 def sync_folder(folder: Path) -> None:
@@ -93,7 +105,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def _stem(path: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(path.name)[:_LONGEST])}."
+    return f".{os.fsdecode(os.fsencode(path.name)[:_LONGEST])}.{_here()}"
+
+
+@cache
+def _here() -> str:
+    """Return a few characters that stand for this machine."""
+    name = f"{platform.node()} {uuid.getnode()}"
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def _opened(path: Path) -> int:

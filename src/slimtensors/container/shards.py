@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from slimtensors.container.hidden import sync_folder
+from slimtensors.container.hidden import remove_abandoned, sync_folder
 from slimtensors.container.place import LocalPlace
 from slimtensors.container.reader import INDEX, SINGLE, open_file, read_index
 from slimtensors.container.writer import Piece, Writer, check_target
@@ -66,6 +66,7 @@ class FileOutput(_Writers):
     def __init__(self, path: Path, *, reserve: int) -> None:
         super().__init__()
         self._target = check_target(path)
+        remove_abandoned(self._target)
         self._writers.append(Writer(self._target, reserve=reserve))
 
     def add(self, pieces: Sequence[Piece]) -> None:
@@ -99,6 +100,7 @@ class FolderOutput(_Writers):
         folder.mkdir(parents=True, exist_ok=True)
         # Few tensors reach a small shard, so the room for all their names would outweigh them.
         self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
+        remove_abandoned(folder / SINGLE)
         self._writers.append(Writer(folder / SINGLE, reserve=self._reserve))
 
     def add(self, pieces: Sequence[Piece]) -> None:
@@ -135,7 +137,8 @@ class FolderOutput(_Writers):
     def _tidy(self, names: Sequence[str], old: set[str]) -> None:
         """Remove the old model if the new one is in place, else whatever of the new one is."""
         if names == [SINGLE]:
-            gone = old - {SINGLE} if self._writers[0].is_committed else set()
+            is_in_place = self._writers[0].is_committed_as(self._folder / SINGLE)
+            gone = old - {SINGLE} if is_in_place else set()
         elif not self._is_indexed(names):
             gone = set(names)
         elif (self._folder / SINGLE).exists():

@@ -93,10 +93,9 @@ class Writer:
             shutil.copymode(target, self._temporary)
         self._temporary.replace(target)
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether the file has its name."""
-        return not self._temporary.exists()
+    def is_committed_as(self, target: Path) -> bool:
+        """Tell whether the file has this name."""
+        return target.exists() and os.path.samestat(target.stat(), os.fstat(self._descriptor))
 
     def _move_data(self, start: int) -> None:
         """Move all towards the end of the file, the last bytes first."""

@@ -80,11 +80,17 @@ class CodedTensor(CompressedTensor):
         """Return an ordinary tensor with the same numbers."""
         return decode(self.encoded()).to(self.device, self.dtype)
 
+    def forget(self) -> None:
+        """Compare checksums again."""
+        self._was_decoded = False
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by some rows after the other, which were decoded ahead or are now.
 
         Where torch has several threads, they decode together, and leave no core for another one.
         """
+        if self.device.type == "meta":
+            return super().linear(x, bias)
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
         threads = torch.get_num_threads()
         ahead = self._ahead if threads == 1 else None
@@ -238,33 +244,37 @@ def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     parts: Sequence[Mapping[str, Tensor | Encoded]] = [held.parts]
     every = max(count, 1)
     again = None
-    if isinstance(codec, codecs.Cut) and spec.numel and _rows_stand_alone(weight.dtype):
+    if isinstance(codec, codecs.Cut) and spec.numel and weight.device.type == "cpu":
         step = codec.step(spec)
         least = step // gcd(step, columns)  # rows that are whole chunks
-        every = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
-        parts = codec.cut(plain_parts(held), spec, every * columns)
+        some = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
+        threads = torch.get_num_threads()
+        if some < count and _rows_stand_alone(weight.dtype, some, columns, threads):
+            every = some
+        parts = codec.cut(plain_parts(held), spec, -(-every * columns // step) * step)
         again = codec if weight._was_decoded else None
     pieces = []
-    for first, some in zip(range(0, max(count, 1), every), parts, strict=True):
+    for first, held_rows in zip(range(0, max(count, 1), every), parts, strict=True):
         rows = slice(first, min(first + every, count))
-        piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), some)
+        piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), held_rows)
         pieces.append(_Piece(piece, rows, weight.device, weight.dtype, again))
     return pieces
 
 
 @cache
-def _rows_stand_alone(dtype: torch.dtype) -> bool:
-    """Try whether a product by some rows of a weight has the bits of that by all rows.
+def _rows_stand_alone(dtype: torch.dtype, rows: int, columns: int, threads: int) -> bool:
+    """Try whether products by so many rows of a weight have the bits of one by all its rows.
 
     torch adds up 16-bit numbers in the order of columns, however many rows there are; float32 not.
+    What it does may depend on its threads: each number of them is tried.
     """
     if dtype.itemsize != 2:
         return False
     random = torch.Generator().manual_seed(0)
-    weight = torch.randn(1024, 1024, generator=random).to(dtype)
+    weight = torch.randn(2 * rows + rows // 3, columns, generator=random).to(dtype)
     for count in (1, 5, 32):
-        x = torch.randn(count, 1024, generator=random).to(dtype)
-        some = [functional.linear(x, rows) for rows in torch.split(weight, 384)]
+        x = torch.randn(count, columns, generator=random).to(dtype)
+        some = [functional.linear(x, part) for part in torch.split(weight, rows)]
         if not torch.equal(torch.cat(some, 1), functional.linear(x, weight)):
             return False
     return True

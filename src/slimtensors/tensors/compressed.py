@@ -87,6 +87,9 @@ class CompressedTensor(Tensor):
     def check(self) -> None:
         """Raise `CorruptFileError` if parts that come from a file do not fit together."""
 
+    def forget(self) -> None:
+        """Take nothing for granted that was known of the parts: others have been copied there."""
+
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `F.linear` returns, by the fastest kernel there is."""
         return functional.linear(x, self.dequantize(), bias)
@@ -250,9 +253,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[-1:] != weight.shape[1:]:
         raise ConfigError(f"an input of shape {tuple(x.shape)} for weights {tuple(weight.shape)}")
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.cast(dtype)
+        x, weight = x.to(dtype), weight if weight.dtype is dtype else weight.cast(dtype)
         bias = None if bias is None else bias.to(dtype)
     if x.dtype is not weight.dtype:
         raise ConfigError(
@@ -359,6 +362,7 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return NotImplemented  # type: ignore[no-any-return]
     for (_, mine), (_, given) in zip(to.leaves(), source.leaves(), strict=True):
         mine.copy_(given, non_blocking)
+    to.forget()
     return to
 
 
