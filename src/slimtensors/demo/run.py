@@ -36,6 +36,8 @@ _TRAINED_BYTES = 440_000_000
 """What all folders of the model that is trained here take together."""
 _TIMES = 6
 """How often the bytes of a model are written, in all ways together."""
+_CHECKPOINTS = 100
+"""Bytes of all checkpoints for each weight: eight exact states of 12 bytes, and eight rounded."""
 _MOST_TRAINED = 200_000_000
 """Weights of the largest model that is trained here, for its checkpoints."""
 _STEPS_OF_OWN = 8
@@ -206,7 +208,10 @@ def _check_space(options: Options) -> None:
     need = _TRAINED_BYTES
     if options.model is not None:
         with Archive(options.model) as archive:
-            need = _TIMES * sum(archive.spec(name).nbytes for name in archive)
+            specs = [archive.spec(name) for name in archive]
+        weights = sum(spec.numel for spec in specs)
+        need = _TIMES * sum(spec.nbytes for spec in specs)
+        need += _CHECKPOINTS * weights if weights <= _MOST_TRAINED else 0
     if free < need:
         sizes = f"about {human(need)}, and {human(free)} are free"
         raise ConfigError(f"{options.output}: the demo needs {sizes}; choose another place with -o")
