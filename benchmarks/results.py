@@ -2,8 +2,9 @@
 
     python benchmarks/results.py [FOLDER]
 
-Left out are trial runs (`--quick`). A figure of the short table whose benchmark was not run is
-left out too; one that its benchmark does not state any more is an error.
+Left out are trial runs (`--quick`). What RESULTS.md says of a benchmark that was not run again
+stays, with its date. A figure of the short table whose benchmark was not run is left out; one that
+its benchmark does not state any more is an error.
 """
 
 import json
@@ -120,7 +121,7 @@ def main() -> int:
     if not results:
         print(f"{folder}: no results; run the benchmarks first: make bench", file=sys.stderr)
         return 2
-    RESULTS.write_text(page(results))
+    RESULTS.write_text(page(results, RESULTS.read_text() if RESULTS.exists() else ""))
     README.write_text(filled(README.read_text(), short(results)))
     print(f"{RESULTS.name}: {len(results)} benchmarks")
     return 0
@@ -137,8 +138,10 @@ def read(folder: Path) -> dict[str, Result]:
     return found
 
 
-def page(results: Mapping[str, Result]) -> str:
+def page(results: Mapping[str, Result], before: str) -> str:
     """Return RESULTS.md: the short table, the machine, and every claim of every benchmark."""
+    older = dict(part.split("\n", 1) for part in before.split("\n## ")[1:])
+    newer = {name: f"\n{_about(it)}\n\n{_table(it['claims'])}\n" for name, it in results.items()}
     machines = sorted({_machine(result) for result in results.values()})
     parts = [
         "# Results",
@@ -147,8 +150,7 @@ def page(results: Mapping[str, Result]) -> str:
         short(results),
         "\n".join(f"- {machine}" for machine in machines),
     ]
-    for name, result in results.items():
-        parts += [f"## {name}", _about(result), _table(result["claims"])]
+    parts += [f"## {name}\n{text.rstrip()}" for name, text in sorted((older | newer).items())]
     return "\n\n".join(parts) + "\n"
 
 
