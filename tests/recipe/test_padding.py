@@ -7,8 +7,10 @@ import torch
 from hf.tiny import MODELS, bert, llama, mixtral, same_weights
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from slimtensors.errors import ConfigError
+from slimtensors.integrations.training.data import Examples, calibration_batches
 from slimtensors.quantization.algorithms.padding import without_padding
 from slimtensors.quantization.state import quantization_of
 from slimtensors.recipe import (
@@ -105,6 +107,34 @@ def test_padding_is_left_out_of_what_a_loader_gives():
     loader = DataLoader(items, batch_size=3)
     _, report = oneshot(llama(), [SparseGPT(0.5)], loader, calibration=Calibration(samples=3))
     assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
+
+
+class Unmasked(LlamaForCausalLM):
+    """A model that takes no mask."""
+
+    def forward(self, input_ids, **settings):
+        assert not settings
+        return super().forward(input_ids)
+
+
+def unmasked():
+    model = llama()
+    model.__class__ = Unmasked
+    return model
+
+
+def test_padding_is_left_out_of_a_model_that_takes_no_mask():
+    how = Calibration(evaluate=[padded("right")])
+    _, report = oneshot(unmasked(), [SparseGPT(0.5)], [padded("right")], calibration=how)
+    assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
+    assert "the model does not take attention_mask: left out" in report.notes
+    whole = padded("right")
+    items = [{name: x[i] for name, x in whole.items()} for i in range(len(LENGTHS))]
+    for collate in (None, lambda rows: torch.utils.data.default_collate(rows)):
+        found = calibration_batches(Examples(items, collate), unmasked(), None)
+        assert [{*batch} for batch in found] == [{"input_ids"}] * 2
+        assert torch.equal(found[0]["input_ids"], plain()[0]["input_ids"])
+        assert torch.equal(found[1]["input_ids"], plain()[1]["input_ids"])
 
 
 def test_all_that_belongs_to_a_token_goes_with_it():
