@@ -53,7 +53,10 @@ def oneshot(
             check_model(loaded)
         words = tokenizer if tokenizer is not None else load_tokenizer(model)
         batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
-        texts = [] if how.evaluate is None else _batches(loaded, how.evaluate, how, words)[0]
+        texts: list[Batch] = []
+        if how.evaluate is not None:
+            texts, missing = _batches(loaded, how.evaluate, how, words)
+            notes += [f"evaluate: {note}" for note in missing]
         before = measure(loaded, texts) if texts else None
         with _bars() as start:
             steps = apply_recipe(loaded, made, batches, work=how.work, start=start)
