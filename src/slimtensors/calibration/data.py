@@ -58,7 +58,12 @@ class Data:
 
     @classmethod
     def of(cls, dataset: Any) -> "Data":
-        """Open texts, the path of a file, a table, a DataLoader, or a list of batches."""
+        """Open texts, the path of a file, a table, a DataLoader, or a list of batches.
+
+        What is open stays as it is.
+        """
+        if isinstance(dataset, cls):
+            return dataset
         items = read(dataset) if isinstance(dataset, str | PathLike) else dataset
         if isinstance(columns := getattr(items, "column_names", None), Mapping):
             raise ConfigError(f"several datasets in one: choose dataset[{next(iter(columns))!r}]")
