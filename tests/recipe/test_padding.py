@@ -164,3 +164,27 @@ def test_a_batch_that_cannot_be_taken_apart_is_refused():
     patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
     with pytest.raises(ConfigError, match="pixel_values has 8 rows where attention_mask has 3"):
         without_padding(nn.Linear(1, 1), [patches])
+
+
+def test_a_sample_alone_may_have_more_than_tokens():
+    whole = padded("right")
+    alone = {name: x[1:2] for name, x in whole.items()}
+    more = {"pixel_values": torch.ones(8, 3), "grid": torch.ones(1, 3), "label": torch.ones(1)}
+    (found,) = without_padding(nn.Linear(1, 1), [alone | more])
+    assert torch.equal(found["input_ids"], plain()[0]["input_ids"])
+    assert all(found[name] is x for name, x in more.items())
+
+
+def test_what_all_rows_share_is_cut_for_each():
+    batch = padded("left")
+    places = torch.arange(batch["input_ids"].shape[1])
+    short, long = without_padding(nn.Linear(1, 1), [batch | {"position_ids": places[None]}])
+    assert torch.equal(short["position_ids"], places[None, -5:])
+    assert torch.equal(long["position_ids"], places[-9:].expand(2, 9))
+
+
+def test_a_mask_that_leaves_nothing_is_refused():
+    nothing = {"input_ids": torch.ones(2, 3), "attention_mask": torch.zeros(2, 3)}
+    with pytest.raises(ConfigError, match="attention_mask leaves out every token"):
+        without_padding(nn.Linear(1, 1), [nothing])
+    assert len(without_padding(nn.Linear(1, 1), [nothing, *plain()])) == 2
