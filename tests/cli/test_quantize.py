@@ -11,8 +11,15 @@ from strategies import same_bits
 
 import slimtensors
 from slimtensors import ModelCompressor
+from slimtensors.calibration import Calibration
 from slimtensors.cli import main
-from slimtensors.quantization import apply_quantization_config, freeze_module_quantization
+from slimtensors.errors import ConfigError
+from slimtensors.quantization import (
+    QuantizationConfig,
+    apply_quantization_config,
+    freeze_module_quantization,
+)
+from slimtensors.quantized_folder import calibrate_folder
 
 CASES = [
     ("llama", "W4A16"),
@@ -185,6 +192,22 @@ def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"text.txt", "work", "out", "new", "dense"}
     assert [path.name for path in small.parent.iterdir()] == ["s"]
+
+
+def test_less_data_than_asked_for_is_told_and_none_is_refused_first(folders, tmp_path, caplog):
+    source, out = folders("llama"), tmp_path / "out"
+    _tokenizer().save_pretrained(source)
+    config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+    how = Calibration(samples=2, length=8)
+    calibrate_folder(source, out, config, ["w1 w2 w3 w4 w5 w6 w7 w8"], calibration=how)
+    assert [
+        (x.levelname, x.getMessage()) for x in caplog.records if "samples" in x.getMessage()
+    ] == [("WARNING", f"{source}: 1 samples of calibration data, not 2")]
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(ConfigError, match="data is empty"):
+        calibrate_folder(nowhere, out, config, [])
+    with pytest.raises(ConfigError, match="evaluate goes with oneshot"):
+        calibrate_folder(nowhere, out, config, ["w1"], calibration=Calibration(evaluate=["w1"]))
 
 
 def _tokenizer():

@@ -97,9 +97,21 @@ def test_rows_of_tokens_without_a_name_are_samples():
     for dataset in (rows, [row.tolist() for row in rows], [{"input_ids": row} for row in rows]):
         found, notes = batches(dataset)
         assert [batch["input_ids"].shape for batch in found] == [(2, 16), (1, 5)]
-        assert "3 samples of calibration data, not 4" in notes
+        assert notes == [
+            "the shortest sample has 5 tokens, not 16",
+            "3 samples of calibration data, not 4",
+        ]
     floats, _ = batches([torch.ones(3)])
     assert floats[0].shape == (3,)  # not tokens, but what some model is called with
+
+
+def test_columns_of_a_table_of_tokens_that_are_not_taken_are_told():
+    row = {"input_ids": [*range(16)], "attention_mask": [1] * 16}
+    more = {"token_type_ids": [0] * 16, "labels": 1}
+    assert batches([row] * 4)[1] == []
+    assert batches([row | more] * 4)[1] == [
+        "of the table, only input_ids are taken: labels, token_type_ids left out"
+    ]
 
 
 def test_what_fills_up_rows_is_no_data():

@@ -271,6 +271,12 @@ def test_columns_that_the_model_does_not_take_are_left_out_and_that_is_told():
     rows = [{**batch, "idx": torch.arange(2), "text": ["a", "b"]} for batch in batches()]
     model, report = oneshot(llama(), [SparseGPT(0.5)], rows)
     assert "the model does not take idx, text: left out" in report.notes
+    how = Calibration(samples=6, evaluate=rows[:1])
+    notes = oneshot(llama(), [SparseGPT(0.5)], batches(), calibration=how)[1].notes
+    assert list(notes) == [
+        "evaluate: 2 samples of calibration data, not 6",
+        "evaluate: the model does not take idx, text: left out",
+    ]
     assert same_weights(model, oneshot(llama(), [SparseGPT(0.5)], batches())[0])
 
 

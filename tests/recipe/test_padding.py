@@ -7,8 +7,10 @@ import torch
 from hf.tiny import MODELS, bert, llama, mixtral, same_weights
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from slimtensors.errors import ConfigError
+from slimtensors.integrations.training.data import Examples, calibration_batches
 from slimtensors.quantization.algorithms.padding import without_padding
 from slimtensors.quantization.state import quantization_of
 from slimtensors.recipe import (
@@ -107,6 +109,34 @@ def test_padding_is_left_out_of_what_a_loader_gives():
     assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
 
 
+class Unmasked(LlamaForCausalLM):
+    """A model that takes no mask."""
+
+    def forward(self, input_ids, **settings):
+        assert not settings
+        return super().forward(input_ids)
+
+
+def unmasked():
+    model = llama()
+    model.__class__ = Unmasked
+    return model
+
+
+def test_padding_is_left_out_of_a_model_that_takes_no_mask():
+    how = Calibration(evaluate=[padded("right")])
+    _, report = oneshot(unmasked(), [SparseGPT(0.5)], [padded("right")], calibration=how)
+    assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
+    assert "the model does not take attention_mask: left out" in report.notes
+    whole = padded("right")
+    items = [{name: x[i] for name, x in whole.items()} for i in range(len(LENGTHS))]
+    for collate in (None, lambda rows: torch.utils.data.default_collate(rows)):
+        found = calibration_batches(Examples(items, collate), unmasked(), None)
+        assert [{*batch} for batch in found] == [{"input_ids"}] * 2
+        assert torch.equal(found[0]["input_ids"], plain()[0]["input_ids"])
+        assert torch.equal(found[1]["input_ids"], plain()[1]["input_ids"])
+
+
 def test_all_that_belongs_to_a_token_goes_with_it():
     batch = padded("left")
     count, width = batch["input_ids"].shape
@@ -134,3 +164,27 @@ def test_a_batch_that_cannot_be_taken_apart_is_refused():
     patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
     with pytest.raises(ConfigError, match="pixel_values has 8 rows where attention_mask has 3"):
         without_padding(nn.Linear(1, 1), [patches])
+
+
+def test_a_sample_alone_may_have_more_than_tokens():
+    whole = padded("right")
+    alone = {name: x[1:2] for name, x in whole.items()}
+    more = {"pixel_values": torch.ones(8, 3), "grid": torch.ones(1, 3), "label": torch.ones(1)}
+    (found,) = without_padding(nn.Linear(1, 1), [alone | more])
+    assert torch.equal(found["input_ids"], plain()[0]["input_ids"])
+    assert all(found[name] is x for name, x in more.items())
+
+
+def test_what_all_rows_share_is_cut_for_each():
+    batch = padded("left")
+    places = torch.arange(batch["input_ids"].shape[1])
+    short, long = without_padding(nn.Linear(1, 1), [batch | {"position_ids": places[None]}])
+    assert torch.equal(short["position_ids"], places[None, -5:])
+    assert torch.equal(long["position_ids"], places[-9:].expand(2, 9))
+
+
+def test_a_mask_that_leaves_nothing_is_refused():
+    nothing = {"input_ids": torch.ones(2, 3), "attention_mask": torch.zeros(2, 3)}
+    with pytest.raises(ConfigError, match="attention_mask leaves out every token"):
+        without_padding(nn.Linear(1, 1), [nothing])
+    assert len(without_padding(nn.Linear(1, 1), [nothing, *plain()])) == 2

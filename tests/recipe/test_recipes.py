@@ -197,3 +197,13 @@ quantization_modifiers:
         Recipe.of("a_modifiers: [!os.system {command: ls}]")
     with pytest.raises(ConfigError, match="is not YAML"):
         Recipe.of("a_modifiers: [!!python/object/apply:os.system [ls]]")
+
+
+@pytest.mark.parametrize("value", ["[0.5]", "0.5", "[]", "sparsity"])
+def test_a_tag_takes_fields_and_nothing_else(value):
+    with pytest.raises(ConfigError, match="line 2: !SparseGPTModifier takes fields"):
+        Recipe.of(f"a_modifiers:\n- !SparseGPTModifier {value}\n")
+    for empty in ("", "{}"):
+        assert Recipe.of(f"a_modifiers:\n- !ConstantPruningModifier {empty}\n") == Recipe.of(
+            [ConstantPruning()]
+        )

@@ -105,6 +105,18 @@ def test_any_share_of_any_shape_is_met(share, rows, columns):
     assert by_row.sum(1).eq(round(share * columns)).all()
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_scores_may_be_parameters_of_any_dtype(structure, dtype):
+    scores = torch.randint(0, 64, (32, 64), generator=torch.Generator().manual_seed(3)) / 8
+    want = parse_structure(structure).zeros(scores, 0.5)
+    found = parse_structure(structure).zeros(nn.Parameter(scores.to(dtype)), 0.5)
+    assert found.any()
+    assert found.sum() == want.sum()
+    if structure in ("unstructured", "1:4", "2:4", "4:8", "8:16"):  # others add scores up
+        assert torch.equal(found, want)
+
+
 def test_of_equal_weights_only_as_many_go_as_needed():
     assert int(Unstructured().zeros(torch.ones(4, 10), 0.35).sum()) == 14
     assert Unstructured().zeros(torch.ones(4, 10), 0.3, per_row=True).sum(1).tolist() == [3] * 4

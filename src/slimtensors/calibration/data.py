@@ -58,7 +58,12 @@ class Data:
 
     @classmethod
     def of(cls, dataset: Any) -> "Data":
-        """Open texts, the path of a file, a table, a DataLoader, or a list of batches."""
+        """Open texts, the path of a file, a table, a DataLoader, or a list of batches.
+
+        What is open stays as it is.
+        """
+        if isinstance(dataset, cls):
+            return dataset
         items = read(dataset) if isinstance(dataset, str | PathLike) else dataset
         if isinstance(columns := getattr(items, "column_names", None), Mapping):
             raise ConfigError(f"several datasets in one: choose dataset[{next(iter(columns))!r}]")
@@ -92,22 +97,29 @@ class Data:
 
         `longest` is how many tokens the model can take. What has no text or token raises.
         """
-        notes = []
+        notes: list[str] = []
         length = min(how.length, longest or how.length)
         if self.is_ready:
             batches, count = _ready(self.items, how.samples)
         else:
             samples = self._samples(how, tokenizer, length)
-            batches, count = _batched(samples, how.batch_size), len(samples)
-            shortest = min(map(len, samples), default=0)
-            if not shortest:
+            if not samples:
                 raise ConfigError("the tokenizer finds no token in the calibration data")
-            if shortest < how.length and how.pack:
-                why = "there are no more" if shortest < length else "the model takes no more"
-                notes.append(f"samples of {shortest} tokens, not {how.length}: {why}")
+            batches, count = _batched(samples, how.batch_size), len(samples)
+            notes += self._unused()
+            notes += _shortage(samples, how.length, length) if how.pack else []
         if count < how.samples:
             notes.append(f"{count} samples of calibration data, not {how.samples}")
         return batches, notes
+
+    def _unused(self) -> list[str]:
+        """Tell which columns of a table of tokens are not taken."""
+        if self.is_text or not isinstance(self.first, Mapping):
+            return []
+        names = sorted({*map(str, self.first)} - {_IDS, _MASK})
+        return (
+            [f"of the table, only {_IDS} are taken: {', '.join(names)} left out"] if names else []
+        )
 
     def _samples(self, how: Calibration, tokenizer: Any, length: int) -> list[Tokens]:
         if not self.is_text:
@@ -156,6 +168,17 @@ def _tokens(row: Any) -> Tokens:
         ids = ids[torch.as_tensor(mask).bool()]
     tokens: Tokens = ids.tolist()
     return tokens
+
+
+def _shortage(samples: Sequence[Tokens], wanted: int, possible: int) -> list[str]:
+    """Tell what samples lack of the length that is wanted, or of that which the model can take."""
+    shortest, longest = min(map(len, samples)), max(map(len, samples))
+    if shortest >= wanted:
+        return []
+    if shortest < longest:
+        return [f"the shortest sample has {shortest} tokens, not {wanted}"]
+    why = "there are no more" if shortest < possible else "the model takes no more"
+    return [f"samples of {shortest} tokens, not {wanted}: {why}"]
 
 
 def _packed(tokens: Iterable[Tokens], samples: int, length: int) -> list[Tokens]:

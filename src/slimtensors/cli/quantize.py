@@ -25,7 +25,9 @@ def add_options(verb: argparse.ArgumentParser) -> None:
     group = verb.add_argument_group("to quantize a model folder")
     group.add_argument("--quantize", metavar="SCHEME", help="W4A16, FP8_DYNAMIC, ..., or a file")
     group.add_argument("--method", choices=("rtn", "gptq"), help="how to round (default: rtn)")
-    group.add_argument("--calibration", metavar="FILE", help="a text to run the model on")
+    group.add_argument(
+        "--calibration", metavar="FILE", help="a text, jsonl, csv or tsv to run the model on"
+    )
     group.add_argument("--work", metavar="FOLDER", help="where a killed run can go on from")
     group.add_argument(
         "--ignore",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slimtensors.archive import Archive, save
-from slimtensors.calibration import Calibration, batches_for
+from slimtensors.calibration import Calibration, Data, batches_for
 from slimtensors.compressor import ModelCompressor
 from slimtensors.container import SINGLE, StrPath, place
 from slimtensors.errors import ConfigError, MissingDependencyError
@@ -38,18 +38,22 @@ def calibrate_folder(
     """Quantize a model folder layer by layer on data, in the dialect `compressed-tensors`.
 
     `dataset` is texts, or the path of a file of them. The model is in memory as a whole, and runs
-    in `dtype` if that is given; what is written is in its own dtype.
+    in `dtype` if that is given; what is written is in its own dtype. Less data than asked for is
+    told by a warning in the log.
     """
     how = how or Rewrite()
     amount = calibration or Calibration()
+    if amount.evaluate is not None:
+        raise ConfigError("a folder is quantized without measuring it: evaluate goes with oneshot")
+    data = Data.of(dataset)  # raises if there is none, before the model is built
     model, tokenizer = _built(source, dtype)
     if dtype is not None:
         with Archive(source, storage_options=how.storage_options) as archive:
             own = main_dtype(archive)
         config = _with_scales_in(config, own)
-    batches, notes = batches_for(model, dataset, amount, tokenizer=tokenizer)
+    batches, notes = batches_for(model, data, amount, tokenizer=tokenizer)
     for note in notes:
-        _LOG.info("%s: %s", source, note)
+        _LOG.warning("%s: %s", source, note)
     quantize_model(model, config, calibration=batches, method=method, folder=amount.work)
     compressor = ModelCompressor(quantization_config=config)
     state = compressor.compress(model)

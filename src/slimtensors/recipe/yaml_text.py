@@ -54,7 +54,12 @@ def _mapping(loader: Any, node: Any) -> Any:
 
 def _tagged(loader: Any, name: str, node: Any) -> Any:
     """Return `!Name` and its fields, as SparseML wrote modifiers, as a mapping of one."""
-    return {name: _mapping(loader, node) if isinstance(node.value, list) else None}
+    if node.id == "mapping":
+        return {name: _mapping(loader, node)}
+    if node.value == "":
+        return {name: None}
+    where = f"line {node.start_mark.line + 1}"
+    raise ConfigError(f"{where}: !{name} takes fields, as in `name: value`, and nothing else")
 
 
 def _yaml() -> Any:

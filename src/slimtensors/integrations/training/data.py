@@ -15,9 +15,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from slimtensors.calibration.texts import Row, read, texts_of
 from slimtensors.errors import ConfigError
 from slimtensors.integrations.transformers.columns import columns_for
+from slimtensors.quantization.algorithms.padding import without_padding
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
+_MASK = "attention_mask"
 _SAMPLES, _BATCH = 128, 8
 """How much of it modifiers see that need data but no training."""
 
@@ -65,21 +67,25 @@ def _holds_texts(given: Any) -> bool:
 def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
     """Return the first examples, without labels and what else the model is not to be called with.
 
-    They are for modifiers that only look at them.
+    They are for modifiers that only look at them, and have no padding, whether or not the model
+    takes the mask that tells it.
     """
     padded = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
 
     def inputs(row: Any) -> Any:
         return {name: x for name, x in columns_for(model, row).items() if name != "labels"}
 
+    def masked(row: Any) -> Any:
+        return inputs(row) | ({_MASK: row[_MASK]} if _MASK in row else {})
+
     def batch(rows: list[Any]) -> Any:
-        return inputs(data.collate(rows)) if data.collate else padded([inputs(x) for x in rows])
+        return data.collate(rows) if data.collate else padded([masked(x) for x in rows])
 
     loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=batch)
     device = next(model.parameters()).device
     return [
-        {name: x.to(device) for name, x in found.items()}
-        for found in islice(loader, _SAMPLES // _BATCH)
+        {name: x.to(device) for name, x in inputs(found).items()}
+        for found in without_padding(model, islice(loader, _SAMPLES // _BATCH))
     ]
 
 
@@ -159,7 +165,7 @@ class Padding:
         labels = [torch.tensor(row["labels"]) for row in rows]
         return {
             "input_ids": self._padded(ids, self.token),
-            "attention_mask": self._padded(ones, 0),
+            _MASK: self._padded(ones, 0),
             "labels": self._padded(labels, _IGNORED) if labels[0].dim() else torch.stack(labels),
         }
 

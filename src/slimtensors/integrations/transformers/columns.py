@@ -22,7 +22,11 @@ def columns_for(model: nn.Module, row: Any) -> Any:
 
 
 def unused_columns(model: nn.Module, row: Any) -> set[str]:
-    """Return the names in a row or a batch that are no arguments of the model."""
+    """Return the names in a row or a batch that are no arguments of the model.
+
+    A model that names none takes whatever comes. One that names some takes those only: its
+    `**kwargs` are settings for its layers, and no data.
+    """
     if not isinstance(row, Mapping):
         return set()
     known = _arguments(model)
@@ -30,7 +34,7 @@ def unused_columns(model: nn.Module, row: Any) -> set[str]:
 
 
 def _arguments(model: nn.Module) -> list[str]:
-    """Return the arguments that a model names; none if it takes whatever comes."""
+    """Return the arguments that a model names, without `*args` and `**kwargs`."""
     return [
         name
         for name, each in inspect.signature(model.forward).parameters.items()

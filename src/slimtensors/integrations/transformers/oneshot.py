@@ -17,6 +17,7 @@ from slimtensors.integrations.transformers.models import load_model, load_tokeni
 from slimtensors.integrations.transformers.recipes import check_model, save_model
 from slimtensors.making.in_place import new_folder
 from slimtensors.quantization.algorithms import LayerReport, Progress
+from slimtensors.quantization.algorithms.padding import without_padding
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.oneshot import apply_recipe, check_recipe
 from slimtensors.recipe.oneshot.apply import Start
@@ -52,7 +53,10 @@ def oneshot(
             check_model(loaded)
         words = tokenizer if tokenizer is not None else load_tokenizer(model)
         batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
-        texts = [] if how.evaluate is None else _batches(loaded, how.evaluate, how, words)[0]
+        texts: list[Batch] = []
+        if how.evaluate is not None:
+            texts, missing = _batches(loaded, how.evaluate, how, words)
+            notes += [f"evaluate: {note}" for note in missing]
         before = measure(loaded, texts) if texts else None
         with _bars() as start:
             steps = apply_recipe(loaded, made, batches, work=how.work, start=start)
@@ -75,7 +79,8 @@ def _batches(
     model: Any, dataset: Any, how: Calibration, tokenizer: Any
 ) -> tuple[list[Batch], list[str]]:
     """Return batches on the model's device, and what of them is not as asked for."""
-    batches, notes = batches_for(model, dataset, how, tokenizer=tokenizer)
+    given, notes = batches_for(model, dataset, how, tokenizer=tokenizer)
+    batches = without_padding(model, given)  # now, as the model may not take the mask
     unused = sorted({name for batch in batches for name in unused_columns(model, batch)})
     if unused:
         notes.append(f"the model does not take {', '.join(unused)}: left out")
