@@ -23,28 +23,29 @@ struct Plain {
     }
     static void store(float* at, const Vector& v) { std::memcpy(at, v.items, sizeof v.items); }
 
-    struct Ints {
-        static constexpr std::size_t vectors = 1;
+    struct Scaled {
         float scale;
         std::int32_t zero;
 
-        Ints(float s, std::int32_t z) : scale(s), zero(z) {}
+        Scaled(float s, std::int32_t z) : scale(s), zero(z) {}
+        float number(int code) const { return static_cast<float>(code - zero) * scale; }
+    };
+
+    struct Ints : Scaled {
+        static constexpr std::size_t vectors = 1;
+        using Scaled::Scaled;
         void read(const std::uint8_t* codes, Vector* weights) const {
-            weights[0] = each([=, this](std::size_t k) {
-                return static_cast<float>(static_cast<std::int8_t>(codes[k]) - zero) * scale;
-            });
+            weights[0] =
+                each([=, this](std::size_t k) { return number(static_cast<std::int8_t>(codes[k])); });
         }
     };
 
-    struct Nibbles {
+    struct Nibbles : Scaled {
         static constexpr std::size_t vectors = 2;
-        float scale;
-        std::int32_t zero;
-
-        Nibbles(float s, std::int32_t z) : scale(s), zero(z) {}
+        using Scaled::Scaled;
         void read(const std::uint8_t* codes, Vector* weights) const {
-            weights[0] = each([=, this](std::size_t k) { return float((codes[k] & 15) - zero) * scale; });
-            weights[1] = each([=, this](std::size_t k) { return float((codes[k] >> 4) - zero) * scale; });
+            weights[0] = each([=, this](std::size_t k) { return number(codes[k] & 15); });
+            weights[1] = each([=, this](std::size_t k) { return number(codes[k] >> 4); });
         }
     };
 

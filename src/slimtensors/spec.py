@@ -109,6 +109,15 @@ def parse_shape(data: object) -> tuple[int, ...]:
     return tuple(data)
 
 
+def is_text(text: str) -> bool:
+    """Tell whether a string has only whole characters: JSON can say half ones, files cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def find_dtype(name: str) -> torch.dtype:
     """Return the dtype that files call `name`; raise `KeyError` if there is none."""
     return _NAMED[name]

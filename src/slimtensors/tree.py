@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.plan import Encoded
-from slimtensors.spec import Json, dtype_name, find_dtype
+from slimtensors.spec import Json, dtype_name, find_dtype, is_text
 
 _DEEPEST = 100
 _PLAIN = (str, int, bool, type(None))
@@ -102,10 +102,8 @@ def _outline(
 
 
 def _checked(text: str, path: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedTensorError(f"{path}: holds half a character: {text[:80]!r}") from error
+    if not is_text(text):
+        raise UnsupportedTensorError(f"{path}: holds half a character: {text[:80]!r}")
     return text
 
 

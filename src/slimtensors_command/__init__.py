@@ -8,6 +8,11 @@ def main() -> int:
     try:
         from slimtensors.cli import main as run
     except KeyboardInterrupt:
-        print("slimtensors: interrupted", file=sys.stderr)
-        return 130
+        return tell_interruption()
     return run()
+
+
+def tell_interruption() -> int:
+    """Say in a line that Ctrl-C came, and return the exit code."""
+    print("slimtensors: interrupted", file=sys.stderr)
+    return 130

@@ -4,6 +4,8 @@ import sys
 from itertools import pairwise
 from types import TracebackType
 
+from slimtensors_command import tell_interruption
+
 _before = sys.excepthook
 
 
@@ -12,8 +14,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if not issubclass(kind, KeyboardInterrupt):
         _before(kind, error, trace)
         return
-    print("slimtensors: interrupted", file=sys.stderr)
-    sys.exit(130)
+    sys.exit(tell_interruption())
 
 
 # "-m" is what Python calls the program while it is still looking for it.

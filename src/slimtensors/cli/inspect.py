@@ -11,7 +11,7 @@ from slimtensors.beside import read_config
 from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.cli.card import card
-from slimtensors.container import DISTRIBUTED
+from slimtensors.container import is_distributed
 from slimtensors.errors import ConfigError
 from slimtensors.folder import check_globs, matching
 from slimtensors.report import (
@@ -68,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_folder(options)
     if is_report(options.source) or _recipe(options.source):
         raise ConfigError(f"{options.source}: is a report; --html FILE makes a page of it")
-    is_distributed = (Path(options.source) / DISTRIBUTED).is_file()
-    summary = _distributed(options) if is_distributed else _archive(options)
+    summary = _distributed(options) if is_distributed(options.source) else _archive(options)
     if options.json:
         console.print_json(summary.to_json())
         return 0

@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from slimtensors.archive import Archive, Verification, verify
 from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.cli import console
-from slimtensors.container import DISTRIBUTED
+from slimtensors.container import is_distributed
 from slimtensors.errors import ConfigError
 from slimtensors.summary import counted
 
@@ -34,8 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
     if is_run(options.source):
         return _run_folder(options)
-    is_distributed = (Path(options.source) / DISTRIBUTED).is_file()
-    found = _distributed(options) if is_distributed else _archive(options)
+    found = _distributed(options) if is_distributed(options.source) else _archive(options)
     if options.json:
         console.print_json(found.to_json())
     for message in found.damaged.values():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedTensorError
-from slimtensors.spec import Json, Spec, parse_shape
+from slimtensors.spec import Json, Spec, is_text, parse_shape
 
 LIMIT = 100_000_000
 """Bytes of the largest header that readers of this format accept."""
@@ -98,10 +98,8 @@ def check_name(name: str) -> None:
     """Raise unless `name` can be the name of a stored tensor."""
     if name == "__metadata__":
         raise UnsupportedTensorError("a tensor cannot be named '__metadata__' in this format")
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedTensorError(f"a tensor's name is not text: {name!r}") from error
+    if not is_text(name):
+        raise UnsupportedTensorError(f"a tensor's name is not text: {name!r}")
 
 
 def unpack_size(start: bytes, available: int) -> int:

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from slimtensors.container import header as headers
 from slimtensors.container.header import Entry, Header
-from slimtensors.container.place import Place
+from slimtensors.container.place import Place, StrPath
 from slimtensors.container.source import Source
 from slimtensors.errors import CorruptFileError, FormatError
+from slimtensors.spec import is_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -107,20 +108,17 @@ def read_index(index: Place) -> dict[str, list[str]]:
     return shards
 
 
+def is_distributed(path: StrPath) -> bool:
+    """Tell whether this is a local folder with the shards of many ranks."""
+    return (Path(path) / DISTRIBUTED).is_file()
+
+
 def is_inside(name: object) -> bool:
     """Tell whether `name` can only be a file below the folder in which it is said."""
-    if not isinstance(name, str) or any(c in name for c in ":\\\0") or not _is_text(name):
+    if not isinstance(name, str) or any(c in name for c in ":\\\0") or not is_text(name):
         return False
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _main(where: Place) -> Place:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
-from slimtensors.spec import Json
+from slimtensors.spec import Json, is_text
 
 KEY = "slimtensors"
 VERSION = 1
@@ -104,8 +104,4 @@ def _is_checksum(number: object) -> bool:
 def _is_table_of_text(table: object) -> bool:
     if not isinstance(table, dict) or not all(isinstance(word, str) for word in table.values()):
         return False
-    try:
-        "".join((*table, *table.values())).encode()
-    except UnicodeEncodeError:  # half a character, written as an escape
-        return False
-    return True
+    return is_text("".join((*table, *table.values())))
