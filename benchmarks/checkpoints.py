@@ -126,39 +126,35 @@ def _touched(weights: State, fraction: float) -> State:
 
 def speed(report: Report, name: str, base: State, state: State, folder: Path) -> None:
     plain = plain_bytes(state)
-    path = folder / "speed"
     torch.save(state, folder / "plain.pt")
     save_checkpoint(state, folder / "loaded")
+    path = folder / "speed"
 
-    def ours(**how: Any) -> Callable[[], object]:
-        def run() -> None:
-            shutil.rmtree(path, ignore_errors=True)
-            save_checkpoint(state, path, **how)
+    def anew() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        (folder / "speed.pt").unlink(missing_ok=True)
 
-        return run
+    def ours(what: State = state, **how: Any) -> Callable[[], object]:
+        return lambda: save_checkpoint(what, path, **how)
 
     def zstd() -> None:
         import zstandard
 
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        (folder / "zstd").write_bytes(zstandard.compress(buffer.getvalue(), 3))
+        (folder / "speed.pt").write_bytes(zstandard.compress(buffer.getvalue(), 3))
 
-    weights = {"model": state["model"]}
     cases = {
-        "torch.save": lambda: torch.save(state, folder / "plain.pt"),
+        "torch.save": lambda: torch.save(state, folder / "speed.pt"),
         **({"torch.save + zstd-3": zstd} if find_spec("zstandard") else {}),
         "exact, alone": ours(),
         "exact, delta": ours(base=folder / "base"),
         "all, delta": ours(base=folder / "base", profile="all"),
         "torch.load": lambda: torch.load(folder / "plain.pt"),
         "load": lambda: load_checkpoint(folder / "loaded"),
-        "int8 (weights only)": lambda: (
-            shutil.rmtree(path, ignore_errors=True),
-            save_checkpoint(weights, path, quantize_i8=True),
-        ),
+        "int8 (weights only)": ours({"model": state["model"]}, quantize_i8=True),
     }
-    timings = interleaved(cases, 3, slow={"torch.save + zstd-3": 2})
+    timings = interleaved(cases, 5, slow={"torch.save + zstd-3": 3}, before=anew)
     report.table(f"{name}: time", timings, size=plain)
     if "torch.save + zstd-3" in timings:
         times = timings["torch.save + zstd-3"].best / timings["exact, alone"].best

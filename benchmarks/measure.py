@@ -77,8 +77,11 @@ def interleaved(
     *,
     slow: Mapping[str, int] | None = None,
     warm: int = 1,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Run A, B, …, A, B, … and time each; `slow` cases run only so many times.
+
+    `before` is called before every run, and its time does not count.
 
     Each timed run follows `warm` runs of the same case that are not timed (one of a slow case), so
     that none depends on what another left in the caches; without any, on a sweep through memory
@@ -94,7 +97,9 @@ def interleaved(
                 if turn >= limits[name]:
                     continue
                 for _ in range(1 if warm and name in (slow or {}) else warm):
+                    before()
                     case()
+                before()
                 if not warm:
                     _sweep_caches()
                 cpu, wall = time.process_time(), time.perf_counter()

@@ -21,7 +21,7 @@ from slimtensors.residual import KINDS, Kind, smallest, undo
 from slimtensors.spec import QUANTIZED, Each, Json, as_bytes, dtype_name, same_bits
 from slimtensors.summary import Summary
 
-_SAMPLE, _SAMPLES = 1 << 16, 8
+_SAMPLE, _SAMPLES = 1 << 14, 8
 """Items of a piece that is coded to see what a tensor costs, and how many pieces are."""
 
 

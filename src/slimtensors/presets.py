@@ -103,10 +103,12 @@ _LEAST, _MOST = 127 * torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 """What the largest item of a tensor must lie between: scales below normal numbers are coarse."""
 
 
-_SAMPLE = 1 << 18
+_SAMPLE = 1 << 15
 """Items that are coded to see which codec makes a tensor smaller."""
 _DESCRIBED = 64
 """Bytes that a file takes to describe a part."""
+_SMALL = 2 << 10
+"""Bytes below which codes hardly ever save what a file takes to describe them."""
 
 
 def _coded(seen: Seen, x: Tensor | None = None) -> Choice:
@@ -117,6 +119,8 @@ def _coded(seen: Seen, x: Tensor | None = None) -> Choice:
     # tell; of one byte, zero is a byte like others until it needs less than half a bit.
     many = 0.6 if seen.spec.dtype.itemsize == 1 else 1 / 32
     if zeros.zero < many * zeros.items:
+        if x is None and seen.spec.nbytes < _SMALL:
+            return Choice(None, _negative_zeros(zeros))
         codec = Huffman() if x is None else _smallest(x)
         return Choice(Plan(codec), _negative_zeros(zeros))
     if _is_24(seen):

@@ -16,6 +16,8 @@ _LOOK = 0.05
 """Seconds between two looks at the others."""
 _TELL = 1.0
 """Seconds between two signs of life."""
+_HEARD, _ENDED = 10.0, 30.0
+"""Seconds that the others have to hear of a failure, and of the end."""
 
 
 class Ranks(Protocol):
@@ -84,15 +86,25 @@ class Together:
             time.sleep(_LOOK)
 
     def fail(self, error: object) -> None:
-        """Tell the others that this rank gives up."""
+        """Tell the others that this rank gives up.
+
+        Waits a little for them to hear it: when one process ends, launchers end the others, and
+        those that were about to begin would not say why.
+        """
         self._set("failed", f"{self.rank}: {error}")
+        self._see_off(_HEARD)
 
     def leave(self) -> None:
         """Wait until the others have seen the end, where the store is part of this process."""
+        self._see_off(_ENDED if self.rank == 0 else 0)
+
+    def _see_off(self, seconds: float) -> None:
+        """Say that this rank is about to end, and wait at most so long until all have said so."""
         self._set(f"left/{self.rank}", "")
-        end = time.monotonic() + min(self._timeout, 30)
-        waiting = range(self.count if self.rank == 0 else 0)
-        while time.monotonic() < end and not all(self._has(f"left/{rank}") for rank in waiting):
+        end = time.monotonic() + min(self._timeout, seconds)
+        while time.monotonic() < end and not all(
+            self._has(f"left/{rank}") for rank in range(self.count)
+        ):
             time.sleep(_LOOK)
 
     def _sign(self) -> None:
@@ -104,6 +116,7 @@ class Together:
             return
         rank, _, why = self._get("failed").decode().partition(": ")
         if int(rank) != self.rank:
+            self._set(f"left/{self.rank}", "")
             raise RankError(f"stopped, because rank {rank} could not go on: {why}")
 
     def _check_alive(self, rank: int, signs: dict[int, tuple[bytes, float]]) -> None:

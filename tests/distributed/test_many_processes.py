@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 import uuid
 from functools import partial
@@ -215,6 +216,22 @@ def test_ranks_wait_for_each_other_at_every_piece_of_work():
             assert came.count(turn) == 2
 
     assert together(2, work, store=store) == [None, None]
+
+
+def test_a_rank_that_fails_lives_until_the_others_have_heard():
+    begun = threading.Event()
+
+    def work(ranks):
+        if ranks.rank == 0:
+            ranks.fail("no disk")
+            assert begun.is_set()
+        else:
+            time.sleep(0.3)
+            begun.set()
+            with pytest.raises(RankError, match="rank 0 could not go on: no disk"):
+                ranks.meet("begun")
+
+    assert together(2, work) == [None, None]
 
 
 def test_a_rank_that_never_comes_is_given_up(tmp_path):

@@ -24,6 +24,13 @@ def plan_of(x):
     return str(presets.lossless("x", x).plan)
 
 
+def test_tensors_too_small_for_a_description_are_not_tried():
+    x = weights(511)
+    assert presets.lossless("x", x).plan is None
+    assert plan_of(weights(512)) == "huffman"
+    assert plan_of(pruned(x, 0.5)).startswith("bitmask")
+
+
 def test_dense_tensors_are_coded_and_sparse_ones_masked_first():
     masked = "bitmask(mask=huffman, values=huffman)"
     x = weights(512, 512)
