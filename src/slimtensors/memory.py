@@ -1,6 +1,7 @@
 """Memory for results. First touch of fresh 4 KiB pages costs more than decoding into them."""
 
 import mmap
+import threading
 import time
 
 import torch
@@ -14,6 +15,17 @@ _SLOW = 0.001
 fifth of that, but a virtual machine may have to get the memory back from its host first."""
 _WORTHWHILE = 2 * _HUGE
 """Smaller results come from torch's allocator, which reuses pages it already has."""
+
+
+_kept = threading.local()
+
+
+def scratch(nbytes: int) -> Tensor:
+    """Return memory that the next call on the same thread may return again."""
+    room: Tensor | None = getattr(_kept, "room", None)
+    if room is None or room.nbytes < nbytes:
+        room = _kept.room = empty(Spec(torch.uint8, (nbytes,)))
+    return room
 
 
 def empty(like: Spec) -> Tensor:

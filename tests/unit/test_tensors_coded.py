@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import slimtensors
+from slimtensors import memory
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization import (
     coded_weight,
@@ -82,6 +83,28 @@ def test_checksums_of_parts_that_are_copied_into_a_used_weight_are_compared():
     coded.load_state_dict(state)
     with pytest.raises(CorruptFileError, match="checksum"):
         coded(TOKENS)
+
+
+def test_rows_are_found_where_they_lie_in_what_was_copied_into_a_used_weight(monkeypatch):
+    monkeypatch.setattr(coded_tensors, "_IN_CACHE", 1 << 19)
+    random = torch.Generator().manual_seed(0)
+    halves = [torch.randn(512, 1024, generator=random).bfloat16() for _ in range(2)]
+    halves[0] = halves[0].clamp(1, 2)  # which takes fewer bytes
+    used, other = (coded_weight()(torch.cat(order)) for order in (halves, halves[::-1]))
+    x = torch.randn(3, 1024, generator=random).bfloat16()
+    for _ in range(3):
+        functional.linear(x, used)
+    used.copy_(other)
+    for _ in range(3):
+        assert same_bits(functional.linear(x, used), functional.linear(x, other.dequantize()))
+
+
+def test_memory_of_large_weights_that_cannot_be_cut_is_not_kept(monkeypatch):
+    monkeypatch.setattr(coded_tensors, "_KEPT", 1 << 20)
+    held = coded_weight()(torch.randn(512, 1024))  # float32: only a product by all rows is exact
+    with ThreadPoolExecutor(1) as thread:  # which has kept nothing yet
+        thread.submit(functional.linear, torch.ones(1, 1024), held).result()
+        assert thread.submit(memory.scratch, 1).result().nbytes == 1
 
 
 def test_a_weight_without_memory_tells_the_shape_of_a_product():

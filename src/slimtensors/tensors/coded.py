@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from slimtensors import codecs, presets
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.memory import empty
+from slimtensors.memory import empty, scratch
 from slimtensors.plan import Encoded, Plan, decode, decode_into, encode, plain_parts
 from slimtensors.presets import Choice
 from slimtensors.spec import Json, Parts, Spec
@@ -28,6 +28,9 @@ _RUN = 1 << 17
 
 _IN_CACHE = 2 << 20
 """Bytes that a thread decodes at a time, to be used while they are in a cache."""
+
+_KEPT = 16 << 20
+"""Bytes of decoded rows whose memory is kept for the next product."""
 
 _AHEAD = 4 << 20
 """Bytes that are decoded at a time on another thread, which must be worth waking it."""
@@ -53,6 +56,8 @@ class CodedTensor(CompressedTensor):
     _ahead: "Ahead | None" = None
     _was_decoded = False
     """Whether the checksums of all rows have been compared."""
+    _pieces: "tuple[object, list[_Piece]] | None" = None
+    """As it was last cut for a product, and how; only where that was so."""
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
@@ -81,8 +86,8 @@ class CodedTensor(CompressedTensor):
         return decode(self.encoded()).to(self.device, self.dtype)
 
     def forget(self) -> None:
-        """Compare checksums again."""
-        self._was_decoded = False
+        """Compare checksums again, and look anew where rows lie."""
+        self._was_decoded, self._pieces = False, None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by some rows after the other, which were decoded ahead or are now.
@@ -232,12 +237,23 @@ class _Begun:
 def _decoded(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]]:
     """Give some dense rows after the other, all of them in the same memory."""
     pieces = _cut(weight, _IN_CACHE * threads)
-    room = empty(Spec(torch.uint8, (pieces[0].held.spec.nbytes,)))
+    need = pieces[0].held.spec.nbytes
+    room = scratch(need) if need <= _KEPT else empty(Spec(torch.uint8, (need,)))
     return ((piece.rows, piece.decode(room, threads)) for piece in pieces)
 
 
 def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     """Return pieces of about so many bytes; one if products by pieces might not be exact."""
+    how = nbytes, torch.get_num_threads()
+    if weight._pieces is not None and weight._pieces[0] == how:
+        return weight._pieces[1]
+    pieces = _cut_anew(weight, nbytes)
+    if weight._was_decoded:
+        weight._pieces = how, pieces
+    return pieces
+
+
+def _cut_anew(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     held = weight.encoded()
     codec, spec = held.codec, held.spec
     count, columns = spec.shape
