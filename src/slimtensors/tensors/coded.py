@@ -287,9 +287,9 @@ def _rows_stand_alone(dtype: torch.dtype, rows: int, columns: int, threads: int)
     if dtype.itemsize != 2:
         return False
     random = torch.Generator().manual_seed(0)
-    weight = torch.randn(2 * rows + rows // 3, columns, generator=random).to(dtype)
+    weight = torch.randn(2 * rows + rows // 3, columns, generator=random, dtype=dtype)
     for count in (1, 5, 32):
-        x = torch.randn(count, columns, generator=random).to(dtype)
+        x = torch.randn(count, columns, generator=random, dtype=dtype)
         some = [functional.linear(x, part) for part in torch.split(weight, rows)]
         if not torch.equal(torch.cat(some, 1), functional.linear(x, weight)):
             return False
