@@ -179,6 +179,7 @@ def timed(work: Callable[[], object], disk: Disk | None = None) -> tuple[float, 
     work()
     mine = time.perf_counter() - wall, time.process_time() - cpu
     if disk:
+        assert disk.seconds > before, "nothing has passed through the slow disk"
         mine = disk.seconds - before + mine[1], mine[1]
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, mine)
@@ -217,23 +218,26 @@ class SlowFile:
 
 @contextmanager
 def slow_disk(disk: Disk) -> Iterator[None]:
-    """Make every file that is opened in this process slow, and reads of mapped ones."""
-    plain_open, plain_read = Path.open, MappedFile.read
+    """Make every large file that is opened in this process slow, and reads of mapped ones."""
+    plain_open, plain_fdopen, plain_read = Path.open, os.fdopen, MappedFile.read
 
     def slow_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         file = plain_open(self, mode, *args, **kwargs)
-        is_large = "b" in mode and self.suffix in (".distcp", ".slimtensors-tmp")
-        return SlowFile(file, disk) if is_large else file
+        return SlowFile(file, disk) if "b" in mode and self.suffix == ".distcp" else file
+
+    def slow_fdopen(descriptor: int, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = plain_fdopen(descriptor, mode, *args, **kwargs)
+        return SlowFile(file, disk) if mode == "r+b" else file  # as our writer opens its files
 
     def slow_read(self: MappedFile, begin: int, end: int) -> memoryview:
         disk.passes(end - begin)
         return plain_read(self, begin, end)
 
-    Path.open, MappedFile.read = slow_open, slow_read
+    Path.open, os.fdopen, MappedFile.read = slow_open, slow_fdopen, slow_read
     try:
         yield
     finally:
-        Path.open, MappedFile.read = plain_open, plain_read
+        Path.open, os.fdopen, MappedFile.read = plain_open, plain_fdopen, plain_read
 
 
 def work(rank: int, folder: str, target: str, quick: bool) -> None:
@@ -413,7 +417,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of the states; a place to work is made in it")
     parser.add_argument("--work", type=Path, help="where to save; on the disk to be measured")
     chosen = parser.parse_args()
-    target = (chosen.work or chosen.folder) / f"distributed-{os.getpid()}"
+    target = (chosen.work or chosen.folder).resolve() / f"distributed-{os.getpid()}"
     target.mkdir(parents=True)
     report = Report("distributed", quick=chosen.quick)
     for model in STEPS:
