@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ class Together:
     def fail(self, error: object) -> None:
         """Tell the others that this rank gives up.
 
-        Waits a little for them to hear it: when one process ends, launchers end the others, and
+        Waits a little until all have heard it: when one process ends, launchers end the others, and
         those that were about to begin would not say why.
         """
         self._set("failed", f"{self.rank}: {error}")
@@ -116,7 +117,8 @@ class Together:
             return
         rank, _, why = self._get("failed").decode().partition(": ")
         if int(rank) != self.rank:
-            self._set(f"left/{self.rank}", "")
+            with suppress(RankError):  # that the store is gone as well would hide why
+                self._see_off(_HEARD)
             raise RankError(f"stopped, because rank {rank} could not go on: {why}")
 
     def _check_alive(self, rank: int, signs: dict[int, tuple[bytes, float]]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from strategies import same_bits
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import slimtensors
@@ -112,6 +113,29 @@ def test_a_weight_without_memory_tells_the_shape_of_a_product():
     quantize_(coded, coded_weight())
     weight = coded[0][0].weight.to("meta")
     assert functional.linear(TOKENS.to("meta"), weight).shape == (4, 256)
+
+
+def test_a_used_weight_tells_the_shape_of_a_product_where_tensors_are_fake():
+    held = coded_weight()(torch.randn(512, 1024).bfloat16())
+    x = torch.ones(3, 1024).bfloat16()
+    want = [functional.linear(x, held) for _ in range(3)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert functional.linear(x, held).shape == (3, 512)
+    assert same_bits(functional.linear(x, held), want[0])
+
+
+def test_a_weight_that_another_thread_decodes_first_is_cut_again(monkeypatch):
+    held = coded_weight()(torch.randn(512, 1024).bfloat16())
+    piece = coded_tensors._Piece
+
+    def cut_late(*what):
+        held._was_decoded = True  # by the other thread
+        return piece(*what)
+
+    monkeypatch.setattr(coded_tensors, "_Piece", cut_late)
+    for _ in range(2):
+        functional.linear(torch.ones(3, 1024).bfloat16(), held)
+    assert all(one.again is not None for one in held._pieces[1])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

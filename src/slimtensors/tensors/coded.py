@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from slimtensors import codecs, presets
@@ -97,6 +98,8 @@ class CodedTensor(CompressedTensor):
         if self.device.type == "meta":
             return super().linear(x, bias)
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
+        if isinstance(out, FakeTensor):  # only its shape is asked for
+            return out
         threads = torch.get_num_threads()
         ahead = self._ahead if threads == 1 else None
         for rows, dense in ahead.decoded(self) if ahead else _decoded(self, threads):
@@ -244,16 +247,16 @@ def _decoded(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]
 
 def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     """Return pieces of about so many bytes; one if products by pieces might not be exact."""
-    how = nbytes, torch.get_num_threads()
-    if weight._pieces is not None and weight._pieces[0] == how:
-        return weight._pieces[1]
-    pieces = _cut_anew(weight, nbytes)
-    if weight._was_decoded:
+    how, kept, was_decoded = (nbytes, torch.get_num_threads()), weight._pieces, weight._was_decoded
+    if kept is not None and kept[0] == how:
+        return kept[1]
+    pieces = _cut_anew(weight, nbytes, was_decoded=was_decoded)
+    if was_decoded:
         weight._pieces = how, pieces
     return pieces
 
 
-def _cut_anew(weight: CodedTensor, nbytes: int) -> list[_Piece]:
+def _cut_anew(weight: CodedTensor, nbytes: int, *, was_decoded: bool) -> list[_Piece]:
     held = weight.encoded()
     codec, spec = held.codec, held.spec
     count, columns = spec.shape
@@ -268,7 +271,7 @@ def _cut_anew(weight: CodedTensor, nbytes: int) -> list[_Piece]:
         if some < count and _rows_stand_alone(weight.dtype, some, columns, threads):
             every = some
         parts = codec.cut(plain_parts(held), spec, -(-every * columns // step) * step)
-        again = codec if weight._was_decoded else None
+        again = codec if was_decoded else None
     pieces = []
     for first, held_rows in zip(range(0, max(count, 1), every), parts, strict=True):
         rows = slice(first, min(first + every, count))
