@@ -45,7 +45,7 @@ TOKENS, BATCH, KEPT = 32, 16, 0.06
 def main():
     parser = measure.options(__doc__)
     parser.add_argument("--steps", type=int, default=1200, help="of movement pruning")
-    parser.add_argument("--dense-steps", type=int, default=100, help="of fine-tuning before it")
+    parser.add_argument("--dense-steps", type=int, default=1200, help="of fine-tuning before it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = measure.Report("prunebert_story", quick=options.quick, timed=False)
