@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import same_bits
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from slimtensors.errors import (
@@ -404,6 +405,18 @@ def test_compilers_see_one_graph(compress):
         assert close(compiled(TOKENS), toy(TOKENS), 0.02)
         with torch._dynamo.config.patch(error_on_recompile=True):
             compiled(TOKENS + 1)
+
+
+@each_kind
+def test_where_tensors_are_fake_they_tell_shapes(compress):
+    toy = model()
+    quantize_(toy, compress, is_linear_or_embedding)
+    with torch.no_grad():
+        want = toy(TOKENS)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert toy(TOKENS).shape == want.shape
+            assert toy.up.weight.dequantize().shape == toy.up.weight.shape
+        assert same_bits(toy(TOKENS), want)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from slimtensors import codecs, presets
@@ -58,7 +57,7 @@ class CodedTensor(CompressedTensor):
     _was_decoded = False
     """Whether the checksums of all rows have been compared."""
     _pieces: "tuple[object, list[_Piece]] | None" = None
-    """As it was last cut for a product, and how; only where that was so."""
+    """As it was last cut for a product, and how, once those checksums have been compared."""
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
@@ -98,8 +97,6 @@ class CodedTensor(CompressedTensor):
         if self.device.type == "meta":
             return super().linear(x, bias)
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
-        if isinstance(out, FakeTensor):  # only its shape is asked for
-            return out
         threads = torch.get_num_threads()
         ahead = self._ahead if threads == 1 else None
         for rows, dense in ahead.decoded(self) if ahead else _decoded(self, threads):

@@ -138,11 +138,11 @@ class CompressedTensor(Tensor):
         return self.changed(lambda x: x, dtype)
 
     def _is_traced(self) -> bool:
-        """Tell whether a compiler looks on: then parts hold no data."""
+        """Tell whether only shapes are asked for, by a compiler or in a mode of fake tensors."""
         first: Tensor = self
         while isinstance(first, CompressedTensor):
             first = getattr(first, first.part_names[0])
-        return torch.compiler.is_compiling() or type(first) is not Tensor
+        return torch.compiler.is_compiling() or type(first) is not Tensor or _are_results_fake()
 
     def _traced(self) -> tuple[str, list[Tensor]]:
         """Return what operations that compilers do not look into take for this tensor."""
@@ -267,6 +267,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return functional.linear(x, weight.dequantize(), bias)
     return weight.linear(x, bias)
+
+
+def _are_results_fake() -> bool:
+    """Tell whether tensors that are made now have no memory, though ours may have."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _untraced(form: str, leaves: list[Tensor]) -> CompressedTensor:

@@ -15,11 +15,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from slimtensors.calibration.texts import Row, read, texts_of
 from slimtensors.errors import ConfigError
 from slimtensors.integrations.transformers.columns import columns_for
-from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.quantization.algorithms.padding import MASK, without_padding
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
-_MASK = "attention_mask"
 _SAMPLES, _BATCH = 128, 8
 """How much of it modifiers see that need data but no training."""
 
@@ -76,7 +75,7 @@ def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> lis
         return {name: x for name, x in columns_for(model, row).items() if name != "labels"}
 
     def masked(row: Any) -> Any:
-        return inputs(row) | ({_MASK: row[_MASK]} if _MASK in row else {})
+        return inputs(row) | ({MASK: row[MASK]} if MASK in row else {})
 
     def batch(rows: list[Any]) -> Any:
         return data.collate(rows) if data.collate else padded([masked(x) for x in rows])
@@ -165,7 +164,7 @@ class Padding:
         labels = [torch.tensor(row["labels"]) for row in rows]
         return {
             "input_ids": self._padded(ids, self.token),
-            _MASK: self._padded(ones, 0),
+            MASK: self._padded(ones, 0),
             "labels": self._padded(labels, _IGNORED) if labels[0].dim() else torch.stack(labels),
         }
 

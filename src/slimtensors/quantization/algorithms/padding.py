@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from slimtensors.errors import ConfigError
 from slimtensors.quantization.algorithms.blocks import Batch
 
-_MASK = "attention_mask"
+MASK = "attention_mask"
+"""What tells tokens from padding."""
 
 
 def without_padding(model: nn.Module, batches: Iterable[Batch]) -> list[Batch]:
@@ -25,12 +26,12 @@ def without_padding(model: nn.Module, batches: Iterable[Batch]) -> list[Batch]:
         return given
     parts = [part for batch in given for part in _parts(batch)]
     if given and not parts:
-        raise ConfigError(f"{_MASK} leaves out every token")
+        raise ConfigError(f"{MASK} leaves out every token")
     return parts
 
 
 def _parts(batch: Batch) -> Iterator[Batch]:
-    mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.bool().all():
         yield batch
         return
@@ -68,6 +69,6 @@ def _check(batch: Mapping[str, Any], mask: Tensor) -> None:
     for name, x in batch.items():
         if isinstance(x, Tensor) and x.dim() and len(x) != rows and not _is_shared(x, mask):
             raise ConfigError(
-                f"{name} has {len(x)} rows where {_MASK} has {rows}, so that padding cannot be cut"
+                f"{name} has {len(x)} rows where {MASK} has {rows}, so that padding cannot be cut"
                 " off; give each sample in a batch of its own"
             )
