@@ -23,8 +23,10 @@ from compressed_tensors.compressors.sparse_compressors.sparse_bitmask import (
 from measure import PEER, Case, Report, interleaved, memcpy, options, same_bits, sparse
 from torch import Tensor
 
-from slimtensors import Bitmask, Bitmask24, _core
-from slimtensors.spec import Spec, as_bytes
+from slimtensors import _core
+from slimtensors.codecs.bitmask import Bitmask
+from slimtensors.codecs.bitmask24 import Bitmask24
+from slimtensors.tensor import Spec, as_bytes
 
 DECODE, ENCODE = "decode, kernel", "encode, kernel"
 DENSE_COPY = "memcpy of the dense bytes"

@@ -18,9 +18,9 @@ import torch
 from measure import MB, Report, options
 from training import TASKS, states
 
+from slimtensors.archive.tree import flatten
 from slimtensors.checkpoint import build_checkpoint, checkpointing, load_checkpoint
 from slimtensors.checkpoint.run import points, verify_run
-from slimtensors.tree import flatten
 
 START = 1000
 

@@ -18,9 +18,9 @@ from measure import MB, Report, Timing, interleaved, options
 from safetensors.torch import save_file
 from training import states
 
+from slimtensors.archive.tree import flatten
 from slimtensors.checkpoint import load_checkpoint, save_checkpoint
-from slimtensors.checkpoint.snapshot import Snapshot
-from slimtensors.tree import flatten
+from slimtensors.checkpoint.loop import Snapshot
 
 State = dict[str, Any]
 

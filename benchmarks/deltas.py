@@ -23,8 +23,10 @@ from measure import Report, options
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slimtensors import diff, open, restore, verify
-from slimtensors.residual import difference
+from slimtensors.archive.delta import diff, restore
+from slimtensors.archive.read import open
+from slimtensors.archive.verify import verify
+from slimtensors.codecs.residual import difference
 
 State = dict[str, Tensor]
 

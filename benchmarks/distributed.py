@@ -43,10 +43,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training import states
 
-from slimtensors.container.source import MappedFile
-from slimtensors.distributed import SlimStream, StorageReader, StorageWriter, stream_registry
-from slimtensors.distributed.manifest import Manifest
-from slimtensors.distributed.metadata import Written, stored_tables, to_metadata
+from slimtensors.checkpoint.distributed import StorageReader, StorageWriter
+from slimtensors.checkpoint.distributed.manifest import DistributedManifest
+from slimtensors.checkpoint.distributed.pieces import Written, stored_tables, to_metadata
+from slimtensors.storage.location import MappedFile
 
 RANKS = 2
 SLOW = 200e6
@@ -58,10 +58,6 @@ Case = tuple[Callable[[Path], Any], Callable[[Path], Any]]
 
 CASES: dict[str, Case] = {
     "plain": (dcp.FileSystemWriter, dcp.FileSystemReader),
-    "plain files, our stream": (
-        lambda path: dcp.FileSystemWriter(path, _extensions=[SlimStream()]),
-        lambda path: dcp.FileSystemReader(path, _extension_registry=stream_registry()),
-    ),
     "lossless": (
         lambda path: StorageWriter(path, threads=1),
         lambda path: StorageReader(path, threads=1),
@@ -87,7 +83,7 @@ CASES: dict[str, Case] = {
         lambda path: StorageReader(path, threads=1),
     ),
 }
-TIMED = ("plain", "plain files, our stream", "lossless")
+TIMED = ("plain", "lossless")
 
 
 def state(folder: Path, when: int) -> State:
@@ -345,9 +341,9 @@ def planned(ranks: int, count: int, target: Path) -> list[float]:
     ordered = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in merged])
     results = [written(plan) for plan in ordered]
     tensors, objects, files = stored_tables(metadata, results)
-    text = Manifest("run", "now", ranks, "exact", files, tensors, objects).to_text()
+    text = DistributedManifest("run", "now", ranks, "exact", files, tensors, objects).to_text()
     times.append(time.process_time())
-    again = to_metadata(Manifest.from_text(text))
+    again = to_metadata(DistributedManifest.from_text(text))
     times.append(time.process_time())
     for name, about in again.state_dict_metadata.items():
         create_read_items_for_chunk_list(name, about, [about.chunks[ranks // 2]])

@@ -14,9 +14,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs as TheirArgs
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
+from slimtensors.layerwise.gptq import gptq, rtn
+from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.quantization import QuantizationArgs
 from slimtensors.quantization.affine import find_params
-from slimtensors.quantization.algorithms import Hessian, gptq, output_error, rtn
 
 PEER = "llm-compressor"
 

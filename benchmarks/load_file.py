@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import slimtensors
-from slimtensors.memory import empty
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec, allocate
 
 Tensors = dict[str, Tensor]
 OURS, COPY = "slimtensors.load, 2 threads", "copy into fresh pages, 2 threads"
@@ -111,7 +110,7 @@ def copied(tensors: Tensors, allocate: Callable[[Tensor], Tensor]) -> Tensors:
 
 
 def empty_huge(x: Tensor) -> Tensor:
-    return empty(Spec.of(x))
+    return allocate(Spec.of(x))
 
 
 def then_sync(save: Callable[[], None], path: Path) -> Callable[[], None]:

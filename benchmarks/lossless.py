@@ -29,9 +29,8 @@ from slimtensors import _core
 from slimtensors.codecs import Bins, Huffman
 from slimtensors.codecs.bins import _Stream
 from slimtensors.codecs.huffman import _kind
-from slimtensors.memory import empty
-from slimtensors.residual import difference
-from slimtensors.spec import Spec, as_bytes
+from slimtensors.codecs.residual import difference
+from slimtensors.tensor import Spec, allocate, as_bytes
 
 GOALS = {
     "points over zipnn": ("<=", 0.2),
@@ -148,7 +147,7 @@ def compare(tensors, repeats):
         {
             "ours": (nothing, lambda _: [ours.decode(*a) for a in zip(parts, specs, strict=True)]),
             "zipnn": (nothing, lambda _: [theirs.decompress(blob) for blob in blobs]),
-            "copy": (nothing, lambda _: [empty(Spec.of(x)).copy_(x) for x in tensors]),
+            "copy": (nothing, lambda _: [allocate(Spec.of(x)).copy_(x) for x in tensors]),
         },
         repeats,
     )

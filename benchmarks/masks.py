@@ -26,9 +26,9 @@ from scipy import sparse
 
 import slimtensors
 from slimtensors.codecs import Bitmask, Density, Gaps, Huffman
-from slimtensors.plan import Plan, chain, decode, encode
-from slimtensors.presets import lossless_max
-from slimtensors.sparsity import count_zeros, mask_plan
+from slimtensors.codecs.plan import Plan, chain, decode, encode
+from slimtensors.codecs.presets import lossless_max, mask_plan
+from slimtensors.codecs.statistics import count_zeros
 
 LAYER = {
     "attention.self.query": (768, 768),

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 import slimtensors
-from slimtensors.pruning import Unstructured
+from slimtensors.layerwise.structure import Unstructured
 from slimtensors.recipe import Distillation, MovementPruning
-from slimtensors.transformers import train
+from slimtensors.transformers.train import train
 
 PACKAGES = [
     *[LIBRARY / name for name in ("asyncio", "email")],

@@ -19,10 +19,12 @@ import measure
 import torch
 from transformers import AutoTokenizer, BertModel, LlamaForCausalLM
 
-from slimtensors.demo import llama, text
-from slimtensors.pruning import Groups, Magnitude, Unstructured, Wanted
+from slimtensors.cli.demo import training as llama
+from slimtensors.cli.demo import training as text
+from slimtensors.layerwise.prune import Magnitude, PruningTarget
+from slimtensors.layerwise.smoothing import AWQ, SmoothQuant
+from slimtensors.layerwise.structure import Groups, Unstructured
 from slimtensors.quantization import QuantizationConfig, quantize_model
-from slimtensors.quantization.algorithms import AWQ, SmoothQuant
 
 
 def main():
@@ -85,7 +87,7 @@ def score(subject, prune, config, method, smoothing):
     if prune:
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and not ("lm_head" in name or "pooler" in name):
-                half = Wanted(0.5, prune)
+                half = PruningTarget(0.5, prune)
                 layer.weight.data = Magnitude().prune(layer.weight.data, None, half, tell=print)
                 zeros[name] = layer.weight.data == 0
     if config is not None:
@@ -100,10 +102,10 @@ class Llama:
     """A byte-level Llama, and text that it has and has not seen."""
 
     def __init__(self, folder, *, quick):
-        seen = text.seen()
+        seen = text.training_text()
         self._folder = folder / ("quick" if quick else "llama")
-        self.data = [{"input_ids": x} for x in text.rows(seen, 64, seed=1).split(8)]
-        self._test = text.rows(text.unseen(), 16 if quick else 128, seed=2)
+        self.data = [{"input_ids": x} for x in text.text_rows(seen, 64, seed=1).split(8)]
+        self._test = text.text_rows(text.evaluation_text(), 16 if quick else 128, seed=2)
         if not (self._folder / "config.json").exists():
             train(seen, 20 if quick else 700).save_pretrained(self._folder)
 

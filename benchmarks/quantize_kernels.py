@@ -22,9 +22,10 @@ from measure import Case, Report, Timing, interleaved, options, peak_memory, sam
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.quantization import QuantizationArgs, bits, formats
+from slimtensors.quantization import QuantizationArgs, formats
+from slimtensors.quantization import kernels as bits
 from slimtensors.quantization.affine import find_params, quantize
-from slimtensors.spec import as_bytes
+from slimtensors.tensor import as_bytes
 
 PEER = "compressed-tensors 0.20"
 FP8_SCALES = {"scale_dtype": torch.float8_e4m3fn}
@@ -62,12 +63,19 @@ def main() -> None:
 def packing(report: Report, x: Tensor, repeats: int) -> None:
     args = QuantizationArgs(**W4)
     codes = quantize(x, find_params(x, args), args)
-    words = bits.pack(codes, 4)
+    words = bits.pack_bits(codes, 4)
     assert same_bits(words, pack_to_int32(codes, 4))
-    assert same_bits(bits.unpack(words, 4, codes.shape[1]), unpack_from_int32(words, 4, x.shape))
+    assert same_bits(
+        bits.unpack_bits(words, 4, codes.shape[1]), unpack_from_int32(words, 4, x.shape)
+    )
     raw, there = as_bytes(codes), as_bytes(words)
     cases = {
-        "pack": (lambda: bits.pack(codes, 4), lambda: pack_to_int32(codes, 4), words.nbytes, None),
+        "pack": (
+            lambda: bits.pack_bits(codes, 4),
+            lambda: pack_to_int32(codes, 4),
+            words.nbytes,
+            None,
+        ),
         "pack into memory that is there": (
             lambda: _core.pack_codes(raw, 4, codes.shape[1], there),
             lambda: pack_to_int32(codes, 4),
@@ -75,7 +83,7 @@ def packing(report: Report, x: Tensor, repeats: int) -> None:
             50,
         ),
         "unpack": (
-            lambda: bits.unpack(words, 4, codes.shape[1]),
+            lambda: bits.unpack_bits(words, 4, codes.shape[1]),
             lambda: unpack_from_int32(words, 4, x.shape),
             codes.nbytes,
             None,

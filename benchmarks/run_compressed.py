@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import slimtensors
+from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import (
     QuantizationConfig,
     coded_weight,
@@ -36,9 +37,8 @@ from slimtensors.quantization import (
     int8_weight_only,
     quantize_,
 )
-from slimtensors.quantized_folder import quantize_folder
-from slimtensors.tensors import is_linear_or_embedding
-from slimtensors.transformers import SparseAutoModelForCausalLM
+from slimtensors.runtime import is_linear_or_embedding
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 
 SIZES = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6},

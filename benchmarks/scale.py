@@ -245,10 +245,9 @@ def measured_rates(folder: Path, model: Model) -> Rates:
 def join(stored: Path) -> None:
     """Do with a finished file what is done with a part: check it, copy it, make a file of it."""
     from slimtensors.archive import Archive
-    from slimtensors.archive.state import Item, State
-    from slimtensors.archive.write import write_out
-    from slimtensors.making.record import Record
-    from slimtensors.making.site import LocalSite
+    from slimtensors.archive.write import ArchiveSource, TensorSource, write_out
+    from slimtensors.folder.site import LocalSite
+    from slimtensors.folder.weights import Record
 
     site = LocalSite(stored.with_name("joined"), [], replace=True)
     site.begin({})
@@ -256,10 +255,12 @@ def join(stored: Path) -> None:
     def again(folder: Path) -> Record:
         with Archive(stored) as archive:
             items = [
-                Item(name, archive.spec(name), lambda each, name=name: archive.encoded(name, each))
+                TensorSource(
+                    name, archive.spec(name), lambda each, name=name: archive.encoded(name, each)
+                )
                 for name in archive
             ]
-            written = write_out(State(items), folder / "x", preset="dense", dialect="slim")
+            written = write_out(ArchiveSource(items), folder / "x", preset="dense", dialect="slim")
         return Record.of(written, {}).relative_to(folder)
 
     site.put("files", "x", again)
@@ -281,10 +282,11 @@ def best(work: Callable[[], object], repeats: int = 3) -> float:
 RANK = """
 import json, os, sys, time
 from pathlib import Path
-from slimtensors import ranks
 from slimtensors.folder import compress_folder
+from slimtensors.folder.processes import (
+    SingleProcess, is_multi_process, process_group_from_env)
 source, target, report = sys.argv[1:]
-own = ranks.from_environment() if ranks.are_several() else ranks.Alone()
+own = process_group_from_env() if is_multi_process() else SingleProcess()
 Path("/proc/self/clear_refs").write_text("5")
 done = 0
 def progress(count):

@@ -14,8 +14,9 @@ import torch
 from gptq import PEER, layer
 from llmcompressor.modifiers.pruning.sparsegpt.sgpt_sparsify import sparsify_weight
 
-from slimtensors.pruning import parse_structure, sparsegpt
-from slimtensors.quantization.algorithms import output_error
+from slimtensors.layerwise.hessian import output_error
+from slimtensors.layerwise.sparsegpt import sparsegpt
+from slimtensors.layerwise.structure import parse_structure
 
 
 def main():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from slimtensors.cli import parser
-from slimtensors.spec import Json
+from slimtensors.tensor import Json
 
 SCHEMAS = Path(__file__).parent / "schemas"
 

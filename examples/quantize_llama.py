@@ -23,7 +23,7 @@ from slimtensors.quantization import (
     compress_quantized_weights,
     freeze_module_quantization,
 )
-from slimtensors.transformers import SparseAutoModelForCausalLM
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 import slimtensors
-from slimtensors import BitmaskConfig, load_compressed, save_compressed
+from slimtensors.compat.formats import load_compressed, save_compressed
+from slimtensors.folder.config_json import BitmaskConfig
 
 torch.manual_seed(0)
 weight = torch.randn(512, 512, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from slimtensors.transformers import SparseAutoModelForCausalLM
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

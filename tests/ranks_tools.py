@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from slimtensors.ranks import Together
+from slimtensors.folder.processes import TorchProcessGroup
 
 TESTS = Path(__file__).parent
 
@@ -18,7 +18,7 @@ def together(count, work, *, timeout=30, store=None):
     store, results = store or HashStore(), {}
 
     def one(rank):
-        ranks = Together(store, rank, count, timeout=timeout)
+        ranks = TorchProcessGroup(store, rank, count, timeout=timeout)
         try:
             results[rank] = work(ranks)
         except Exception as error:

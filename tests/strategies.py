@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor import pretty
 from torch import Tensor
 
-from slimtensors.spec import DTYPES
+from slimtensors.tensor import DTYPES
 
 SAFETENSORS_DTYPES = {
     name: dtype

@@ -1,20 +1,29 @@
-"""Keep PyTorch models and checkpoints small on disk, in plain safetensors files."""
+"""Store PyTorch models and training checkpoints compactly, in plain safetensors files."""
 
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import slimtensors._moved as _moved
 import slimtensors_command.as_module  # noqa: F401  before torch is imported
-from slimtensors.archive import Archive, Verification, inspect, load, open, save, verify
-from slimtensors.codecs import Bitmask, Bitmask24, Dense, Density, Gaps, Huffman, Int
-from slimtensors.delta import diff, restore
-from slimtensors.formats import load_compressed, save_compressed
-from slimtensors.model import save_compressed_model
-from slimtensors.plan import Plan, chain
-from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
-from slimtensors.summary import Summary
 
 if TYPE_CHECKING:
-    from slimtensors.compressor import ModelCompressor
+    from slimtensors.archive import Archive, inspect, load, open, save
+    from slimtensors.archive.delta import diff, restore
+    from slimtensors.archive.summary import Summary
+    from slimtensors.archive.verify import Verification, verify
+    from slimtensors.codecs import Bitmask, Bitmask24, Dense, Density, Gaps, Huffman, Int
+    from slimtensors.codecs.plan import Plan, chain
+    from slimtensors.compat import (
+        BitmaskConfig,
+        ModelCompressor,
+        Sparse24BitmaskConfig,
+        SparsityConfig,
+        load_compressed,
+        save_compressed,
+        save_compressed_model,
+    )
 
 __version__ = version("slimtensors")
 
@@ -47,15 +56,37 @@ __all__ = [
     "verify",
 ]
 
+_HOMES = {
+    "archive": ("Archive", "Verification", "inspect", "load", "open", "save", "verify"),
+    "archive.delta": ("diff", "restore"),
+    "archive.summary": ("Summary",),
+    "codecs": ("Bitmask", "Bitmask24", "Dense", "Density", "Gaps", "Huffman", "Int"),
+    "codecs.plan": ("Plan", "chain"),
+    "compat": (
+        "BitmaskConfig",
+        "ModelCompressor",
+        "Sparse24BitmaskConfig",
+        "SparsityConfig",
+        "load_compressed",
+        "save_compressed",
+        "save_compressed_model",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+_moved.install()
+
 
 def __getattr__(name: str) -> Any:
-    """Import `ModelCompressor` when somebody asks for it: it brings all of quantization along."""
-    if name != "ModelCompressor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from slimtensors.compressor import ModelCompressor
-
-    return ModelCompressor
+    """Import public names and subpackages on first use: torch alone takes a second."""
+    if name in _HOME_OF:
+        value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "ModelCompressor"]
+    return sorted({*globals(), *__all__})

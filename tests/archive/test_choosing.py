@@ -6,10 +6,13 @@ from archive.made import sparse, stored
 from strategies import same_bits, same_tensors
 
 import slimtensors
-from slimtensors import Bitmask, Bitmask24, Dense, chain
 from slimtensors.archive import estimate
+from slimtensors.codecs.bitmask import Bitmask
+from slimtensors.codecs.bitmask24 import Bitmask24
+from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.plan import chain
+from slimtensors.codecs.presets import Choice
 from slimtensors.errors import ConfigError, UnknownCodecError
-from slimtensors.presets import Choice
 
 
 def test_a_preset_is_chosen_by_name(tensors, path):

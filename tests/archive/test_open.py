@@ -13,7 +13,7 @@ from strategies import raw_bytes, same_bits, same_tensors
 import slimtensors
 from slimtensors.archive import estimate
 from slimtensors.errors import CorruptFileError, FormatError
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 
 def test_an_open_archive_knows_its_tensors(saved, tensors):

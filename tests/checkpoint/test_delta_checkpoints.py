@@ -23,10 +23,15 @@ from slimtensors.checkpoint import (
     save_checkpoint,
     verify_run,
 )
-from slimtensors.checkpoint.entries import Entry
-from slimtensors.checkpoint.precision import in_steps, multiples, noise, with_bits
+from slimtensors.checkpoint.coding import TensorEntry
+from slimtensors.checkpoint.precision import (
+    round_mantissa,
+    round_to_steps,
+    seeded_noise,
+    step_multiples,
+)
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -136,7 +141,7 @@ def test_profiles_touch_what_they_say_and_tell_the_error(tmp_path, states, profi
     back = load_checkpoint(tmp_path / "b")
     assert saved.manifest.profile == profile
     assert json.loads((tmp_path / "b" / "checkpoint.json").read_text())["profile"] == profile
-    before, after = (slimtensors.tree.flatten(s)[0] for s in (states[2], back))
+    before, after = (slimtensors.archive.tree.flatten(s)[0] for s in (states[2], back))
     assert list(before) == list(after)
     for name, x in before.items():
         y = after[name]
@@ -230,7 +235,7 @@ def looped(run, folder, **options):
 @pytest.fixture
 def _any_size(monkeypatch):
     """Let deltas of small models be as large as they are."""
-    monkeypatch.setattr("slimtensors.checkpoint.keyframes._TOO_LARGE", 10.0)
+    monkeypatch.setattr("slimtensors.checkpoint.run._TOO_LARGE", 10.0)
 
 
 def kinds(folder):
@@ -360,9 +365,9 @@ def mixed(x):
 
 
 def test_the_random_numbers_are_always_the_same():
-    assert noise(100, 12345).tolist() == [mixed(12345 + i) for i in range(100)]
-    assert noise(3, 2**31 - 2).tolist() == [mixed(2**31 - 2 + i) for i in range(3)]
-    x = noise(1 << 16, 7).double()
+    assert seeded_noise(100, 12345).tolist() == [mixed(12345 + i) for i in range(100)]
+    assert seeded_noise(3, 2**31 - 2).tolist() == [mixed(2**31 - 2 + i) for i in range(3)]
+    x = seeded_noise(1 << 16, 7).double()
     assert abs(float(x.mean())) < 2**31 / 100
     assert x.unique().numel() == 1 << 16
 
@@ -378,21 +383,21 @@ def test_rounding_goes_to_a_neighbour(seed, dtype, kept):
     x = torch.where(torch.isfinite(x), x, 1.0)
     x = torch.where(x.abs() < torch.finfo(dtype).max / 4, x, 1.0)
     for way in (None, seed):
-        y = with_bits(x, kept, way).to(dtype)
+        y = round_mantissa(x, kept, way).to(dtype)
         spacing = torch.maximum(x.abs(), y.abs()).double() * 2.0**-kept
         tiny = torch.finfo(dtype).smallest_normal
         assert ((y.double() - x.double()).abs() <= spacing + tiny).all()
     if kept == 7 and dtype is torch.float32:
-        assert same_bits(with_bits(x, 7, None), x.bfloat16())
+        assert same_bits(round_mantissa(x, 7, None), x.bfloat16())
 
 
 def test_rounding_at_random_has_no_bias():
     x = torch.full((1 << 16,), 1.0 + 1 / 50)
-    assert float(with_bits(x, 4, 3).float().mean()) == pytest.approx(1.02, abs=3e-4)
-    q = in_steps(x, 0.5, 3)
+    assert float(round_mantissa(x, 4, 3).float().mean()) == pytest.approx(1.02, abs=3e-4)
+    q = round_to_steps(x, 0.5, 3)
     assert q.dtype is torch.int8
-    assert float(multiples(q, 0.5).mean()) == pytest.approx(1.02, abs=3e-3)
-    assert in_steps(x, 1e-12, None) is None
+    assert float(step_multiples(q, 0.5).mean()) == pytest.approx(1.02, abs=3e-3)
+    assert round_to_steps(x, 1e-12, None) is None
 
 
 def test_entries_come_back_from_json():
@@ -405,13 +410,13 @@ def test_entries_come_back_from_json():
         "seed": 7,
         "base": "00ff",
     }
-    assert Entry.from_json(json.loads(json.dumps(data))).to_json() == data
+    assert TensorEntry.from_json(json.loads(json.dumps(data))).to_json() == data
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_prediction_is_the_base_times_its_factor(dtype):
     base = torch.randn(300, 301).to(dtype)
-    entry = Entry("difference", Spec.of(base), base="00ff", times=0.98)
+    entry = TensorEntry("difference", Spec.of(base), base="00ff", times=0.98)
     assert same_bits(entry.predicted(base), base * 0.98)
 
 

@@ -10,7 +10,7 @@ from strategies import same_bits
 from torch import nn
 from training import Run
 
-from slimtensors import verify
+from slimtensors.archive.verify import verify
 from slimtensors.checkpoint import Filter, build_checkpoint, load_checkpoint, save_checkpoint
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedVersionError
 

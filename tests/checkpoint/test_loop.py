@@ -27,10 +27,10 @@ from slimtensors.checkpoint import (
     repair_run,
     verify_run,
 )
-from slimtensors.checkpoint.snapshot import Snapshot
+from slimtensors.checkpoint.loop import Snapshot
 from slimtensors.cli import main
 from slimtensors.errors import ConfigError, FormatError, InUseError, MismatchError
-from slimtensors.spec import DTYPES
+from slimtensors.tensor import DTYPES
 
 
 def looped(run, folder, **options):

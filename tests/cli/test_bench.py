@@ -13,9 +13,9 @@ from strategies import bits
 
 import slimtensors
 from slimtensors.cli import bench, main
-from slimtensors.peers import PEERS, Coder, Peer
-from slimtensors.presets import PRESETS
-from slimtensors.spec import DTYPES, Spec, as_bytes
+from slimtensors.cli.bench import PEERS, Coder, Peer
+from slimtensors.codecs.presets import PRESETS
+from slimtensors.tensor import DTYPES, Spec, as_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the peers' imports
 
@@ -76,7 +76,7 @@ def test_no_more_than_the_limit_is_used(source, capsys, monkeypatch, limit):
     monkeypatch.setattr(bench, "PEERS", {})
     _, data = asked(capsys, source, "--limit", limit)
     rows = 512  # of the widest tensor: one row is the least there is
-    assert data["bytes"] <= slimtensors.container.parse_size(limit) + rows
+    assert data["bytes"] <= slimtensors.storage.parse_size(limit) + rows
 
 
 def broken(threads):

@@ -17,11 +17,11 @@ from models import CONFIG, write_folder
 
 import slimtensors
 from slimtensors.cli import main
-from slimtensors.demo import text
-from slimtensors.demo.checkpoints import RUNS
-from slimtensors.demo.store import WAYS
+from slimtensors.cli.demo import training as text
+from slimtensors.cli.demo.store import WAYS
+from slimtensors.cli.demo.training import RUNS
+from slimtensors.codecs.statistics import is_24
 from slimtensors.report import read_report
-from slimtensors.sparsity import is_24
 
 COMMAND = [sys.executable, "-m", "slimtensors", "demo"]
 FOLDERS = ["dense", *RUNS.values(), *(way.folder for way in WAYS)]
@@ -232,8 +232,8 @@ def test_130_is_a_demo_that_was_interrupted_and_nothing_is_left(tmp_path):
 
 
 def test_the_text_is_there_and_what_is_measured_was_not_learnt():
-    seen, unseen = text.seen(), text.unseen()
+    seen, unseen = text.training_text(), text.evaluation_text()
     assert len(seen) > 1_000_000 < 10 * len(unseen)
     assert unseen[5000:5200] not in seen
     assert Path(text.LIBRARY / "os.py").exists()
-    assert torch.equal(text.rows(seen, 3, seed=1), text.rows(seen, 3, seed=1))
+    assert torch.equal(text.text_rows(seen, 3, seed=1), text.text_rows(seen, 3, seed=1))

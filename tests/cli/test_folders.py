@@ -313,7 +313,7 @@ def test_the_old_folder_survives_an_interrupt_between_two_renames(tmp_path, monk
             raise KeyboardInterrupt
         return rename(self, other)
 
-    monkeypatch.setattr("slimtensors.container.hidden._exchange", lambda a, b: False)
+    monkeypatch.setattr("slimtensors.storage.atomic._exchange", lambda a, b: False)
     monkeypatch.setattr(Path, "rename", interrupted)
     assert run("compress", source, "-o", target, "-f", "-q") == 130
     monkeypatch.undo()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import slimtensors
-from slimtensors import presets
 from slimtensors.cli import main, parser
+from slimtensors.codecs import presets
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 

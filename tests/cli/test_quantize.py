@@ -11,7 +11,6 @@ from strategies import same_bits
 
 import slimtensors
 from slimtensors import ModelCompressor
-from slimtensors.calibration import Calibration
 from slimtensors.cli import main
 from slimtensors.errors import ConfigError
 from slimtensors.quantization import (
@@ -19,7 +18,8 @@ from slimtensors.quantization import (
     apply_quantization_config,
     freeze_module_quantization,
 )
-from slimtensors.quantized_folder import calibrate_folder
+from slimtensors.recipe.calibration import Calibration
+from slimtensors.transformers.calibrate import calibrate_folder
 
 CASES = [
     ("llama", "W4A16"),

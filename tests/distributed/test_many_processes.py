@@ -15,10 +15,11 @@ from ranks_tools import files, said, together, torchrun
 
 import slimtensors
 from slimtensors.errors import ConfigError, FormatError, MismatchError, RankError
-from slimtensors.folder import compress_folder, decompress_folder, matching
+from slimtensors.folder.compress import compress_folder, decompress_folder, match_globs
+from slimtensors.folder.convert import Rewrite
+from slimtensors.folder.processes import TorchProcessGroup
+from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantized_folder import Rewrite, quantize_folder
-from slimtensors.ranks import Together
 
 WORK = ".small.slimtensors-work"
 
@@ -66,7 +67,7 @@ SHARED = {
     "extreme": {"preset": "extreme"},
     "compressed-tensors": {"dialect": "compressed-tensors"},
     "new files": {"max_shard_size": 9000},
-    "some tensors": {"keep": matching(["*.1.*"], [])},
+    "some tensors": {"keep": match_globs(["*.1.*"], [])},
 }
 
 
@@ -208,7 +209,7 @@ def test_ranks_wait_for_each_other_at_every_piece_of_work():
     store, came = torch.distributed.HashStore(), []
 
     def work(ranks):
-        anew = Together(store, ranks.rank, 2)
+        anew = TorchProcessGroup(store, ranks.rank, 2)
         for turn, run in enumerate([ranks, ranks, anew]):
             time.sleep(0.1 * ranks.rank)
             came.append(turn)

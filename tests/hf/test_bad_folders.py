@@ -11,15 +11,16 @@ from hf.tiny import bert, llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import slimtensors
-from slimtensors.delta_folder import diff_folder
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
     MissingDependencyError,
     UnsupportedVersionError,
 )
-from slimtensors.integrations.transformers import SlimConfig, SlimQuantizer
-from slimtensors.transformers import compress_folder, enable
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.delta import diff_folder
+from slimtensors.transformers.quantizer import SlimConfig, SlimQuantizer
+from slimtensors.transformers.saving import enable
 
 
 @pytest.fixture

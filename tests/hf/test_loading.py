@@ -18,7 +18,7 @@ from transformers import (
 
 import slimtensors
 import slimtensors.transformers
-from slimtensors.transformers import compress_folder
+from slimtensors.folder.compress import compress_folder
 
 PRESETS = ["sparse", "lossless", "extreme"]
 

@@ -8,8 +8,9 @@ from hf.tiny import llama, mixtral, same_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slimtensors.transformers import SparseAutoModel, SparseAutoModelForCausalLM, compress_folder
-from slimtensors.transformers.compression import BitmaskConfig
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.config_json import BitmaskConfig
+from slimtensors.transformers.auto import SparseAutoModel, SparseAutoModelForCausalLM
 
 SECTION = {"sparsity_config": {"format": "sparse-bitmask", "targets": ["Linear"], "ignore": []}}
 

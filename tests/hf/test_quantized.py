@@ -15,16 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import slimtensors
 from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError, MismatchError
-from slimtensors.quantized_folder import Rewrite, convert_folder, quantize_folder
-from slimtensors.tensors import QuantizedTensor, get_model_size_in_bytes
-from slimtensors.transformers import (
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.config_json import BitmaskConfig
+from slimtensors.folder.convert import Rewrite, convert_folder
+from slimtensors.folder.quantize import quantize_folder
+from slimtensors.runtime import QuantizedTensor, get_model_size_in_bytes
+from slimtensors.transformers.auto import (
     SparseAutoModel,
     SparseAutoModelForCausalLM,
     SparseAutoModelForMaskedLM,
-    compress_folder,
-    enable,
 )
-from slimtensors.transformers.compression import BitmaskConfig
+from slimtensors.transformers.saving import enable
 
 
 def quantized(folder, family="llama", preset="W4A16", dialect="slim", shards=None):

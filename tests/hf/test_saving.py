@@ -14,12 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import slimtensors
 from slimtensors.errors import ConfigError
-from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder, enable
-from slimtensors.transformers.compression import (
-    BitmaskConfig,
-    Sparse24BitmaskConfig,
-    SparsityConfig,
-)
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
+from slimtensors.transformers.saving import enable
 
 
 def config(folder):

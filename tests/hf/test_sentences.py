@@ -9,7 +9,7 @@ import torch
 from hf.tiny import same_weights, sizes
 from transformers import AutoModel
 
-from slimtensors.transformers import compress_folder
+from slimtensors.folder.compress import compress_folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from strategies import same_bits
 from torch import nn
 
 from slimtensors.errors import MismatchError
-from slimtensors.transformers import compress_folder, enable
+from slimtensors.folder.compress import compress_folder
+from slimtensors.transformers.saving import enable
 
 LOADERS, METHODS = {}, {}
 

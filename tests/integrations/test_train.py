@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 import slimtensors
 from slimtensors.checkpoint import points
 from slimtensors.errors import ConfigError, MismatchError
-from slimtensors.integrations.training.data import Examples, calibration_batches
-from slimtensors.integrations.training.distilling import DistillingTrainer, Lesson
+from slimtensors.folder.compress import compress_folder
 from slimtensors.recipe import (
     GPTQ,
     ConstantPruning,
@@ -30,7 +29,10 @@ from slimtensors.recipe import (
     Stage,
 )
 from slimtensors.recipe.training import divergence
-from slimtensors.transformers import SparseAutoModelForCausalLM, compress_folder, train
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
+from slimtensors.transformers.data import Examples, calibration_batches
+from slimtensors.transformers.stage import DistillingTrainer, Lesson
+from slimtensors.transformers.train import train
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
 MLP = ["re:.*mlp"]

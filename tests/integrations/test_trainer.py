@@ -14,7 +14,7 @@ from transformers import (
 
 from slimtensors.checkpoint import points, verify_run
 from slimtensors.errors import ConfigError
-from slimtensors.integrations.trainer import SlimCheckpoints
+from slimtensors.transformers.trainer import SlimCheckpoints
 
 pytestmark = [
     pytest.mark.slow,

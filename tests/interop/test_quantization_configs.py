@@ -9,7 +9,7 @@ from strategies import same_bits
 
 from slimtensors import ModelCompressor
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme
-from slimtensors.quantization.presets import PRESETS
+from slimtensors.quantization.scheme import PRESETS
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "compressed_tensors"
 

@@ -12,7 +12,7 @@ from slimtensors.quantization import (
     QuantizationScheme,
     compress_quantized_weights,
 )
-from slimtensors.quantization.presets import PRESETS
+from slimtensors.quantization.scheme import PRESETS
 
 theirs = pytest.importorskip("compressed_tensors.quantization")
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import slimtensors
 from slimtensors.errors import UnsupportedTensorError
+from slimtensors.integrations.torchao import from_torchao, to_torchao
 from slimtensors.quantization import (
     float8_weight_only,
     int4_weight_only,
@@ -13,8 +14,7 @@ from slimtensors.quantization import (
     int8_weight_only,
     quantize_,
 )
-from slimtensors.tensors import QuantizedTensor
-from slimtensors.torchao import from_torchao, to_torchao
+from slimtensors.runtime import QuantizedTensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 torchao = pytest.importorskip("torchao", exc_type=ImportError)

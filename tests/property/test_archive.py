@@ -19,9 +19,9 @@ from strategies import (
 
 import slimtensors
 from slimtensors.codecs import Bitmask, Dense, bitmask
+from slimtensors.codecs.plan import chain
 from slimtensors.errors import ConfigError, UnsupportedTensorError
-from slimtensors.plan import chain
-from slimtensors.spec import DTYPES
+from slimtensors.tensor import DTYPES
 
 relaxed = settings(deadline=None, max_examples=60)
 

@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 from strategies import bits, keep_two_of_four, raw_bytes, same_bits, tensors, two_four_tensors
 
 from slimtensors import codecs
-from slimtensors.archive.workers import Workers
 from slimtensors.codecs import Bitmask, Bitmask24, Dense, Huffman, Int, IntBlocks, bitmask
-from slimtensors.distance import relative_distance
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnknownCodecError
-from slimtensors.plan import (
+from slimtensors.codecs.plan import (
     Encoded,
     Plan,
     chain,
@@ -23,7 +20,9 @@ from slimtensors.plan import (
     rebuild,
     relative_error,
 )
-from slimtensors.spec import DTYPES, Spec, serially
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnknownCodecError
+from slimtensors.parallel import Workers, serially
+from slimtensors.tensor import DTYPES, Spec, relative_distance
 
 FITTING = {"bitmask24": two_four_tensors()}
 """What a codec can encode, where that is not every tensor."""

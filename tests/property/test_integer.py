@@ -8,7 +8,7 @@ from strategies import same_bits
 
 from slimtensors.codecs import Int
 from slimtensors.errors import ConfigError
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

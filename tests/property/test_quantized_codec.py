@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from strategies import same_bits
 
 import slimtensors
-from slimtensors import Bitmask, Huffman, chain, codecs
-from slimtensors.archive.workers import Workers
+from slimtensors import codecs
+from slimtensors.codecs.bitmask import Bitmask
+from slimtensors.codecs.huffman import Huffman
+from slimtensors.codecs.plan import Encoded, Plan, chain, decode, encode
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
-from slimtensors.plan import Encoded, Plan, decode, encode
+from slimtensors.parallel import Workers
 from slimtensors.quantization import Params, QuantizationArgs, Quantized
 from slimtensors.quantization.affine import fake_quantize, find_params, quantize
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 E4M3 = torch.float8_e4m3fn
 W4 = {"num_bits": 4, "group_size": 16}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from strategies import same_bits
 
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
-from slimtensors.quantization import QuantizationArgs, bits, formats
+from slimtensors.quantization import QuantizationArgs, formats
+from slimtensors.quantization import kernels as bits
 from slimtensors.quantization.affine import Params, find_params, quantize
 
 BY_TENSOR = {"strategy": "tensor"}

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from strategies import bits
 
 from slimtensors.codecs import Bins, Bitmask, Bitmask24, Density, Gaps, Huffman, Int
-from slimtensors.making.division import File, divide
-from slimtensors.making.slices import joined, row_step
-from slimtensors.plan import Plan, chain, encode
-from slimtensors.sparsity import sparsity_of, sparsity_of_rows, stacked
-from slimtensors.spec import Spec, as_bytes, serially
+from slimtensors.codecs.plan import Plan, chain, encode
+from slimtensors.codecs.statistics import sparsity_of, sparsity_of_rows, stacked
+from slimtensors.folder.processes import File, divide
+from slimtensors.folder.weights import joined, row_step
+from slimtensors.parallel import serially
+from slimtensors.tensor import Spec, as_bytes
 
 PLANS = [
     Plan(Huffman()),

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed import checkpoint as dcp
 
-from slimtensors.distributed import StorageReader, StorageWriter
+from slimtensors.checkpoint.distributed import StorageReader, StorageWriter
 
 SINGLE = "ignore:torch.distributed is disabled"
 

@@ -11,16 +11,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import slimtensors
 from slimtensors import _core
-from slimtensors.distributed.manifest import (
-    MANIFEST,
-    Base,
-    Chunk,
-    Manifest,
+from slimtensors.checkpoint.distributed.manifest import (
+    DistributedBase,
+    DistributedManifest,
+    StoredChunk,
     read_manifest,
     write_manifest,
 )
-from slimtensors.distributed.stored import StoredShards
+from slimtensors.checkpoint.distributed.reader import StoredShards
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.storage.reader import DISTRIBUTED as MANIFEST
 
 pytestmark = pytest.mark.filterwarnings(SINGLE)
 
@@ -64,7 +64,7 @@ def forged(folder, edit):
 def test_a_manifest_says_the_same_after_it_was_read(runs):
     for name in ("first", "second"):
         about = read_manifest(runs / name)
-        assert Manifest.from_text(about.to_text()) == about
+        assert DistributedManifest.from_text(about.to_text()) == about
 
 
 def test_any_change_of_the_manifest_is_found(copy):
@@ -139,7 +139,7 @@ def test_a_piece_that_is_not_what_the_manifest_says_is_refused(copy):
     wide = about.tensors["model.wide"]
     box = replace(wide.chunks[0].box, shape=(70, 1000))
     spec = replace(wide.spec, shape=(70, 1000))
-    other = replace(wide, spec=spec, chunks=(Chunk(box, 0),))
+    other = replace(wide, spec=spec, chunks=(StoredChunk(box, 0),))
     rewritten(copy, tensors={**about.tensors, "model.wide": other})
     with pytest.raises(CheckpointException, match="is not the piece that the manifest describes"):
         load(copy, {"model": {"wide": torch.zeros(70, 1000)}})
@@ -173,13 +173,13 @@ def test_a_base_with_other_content_is_refused(runs, tmp_path):
     shutil.copytree(runs / "second", tmp_path / "second")
     save(state(5), tmp_path / "whole")
     run = read_manifest(tmp_path / "whole").run
-    rewritten(tmp_path / "second", base=Base("whole", run))
+    rewritten(tmp_path / "second", base=DistributedBase("whole", run))
     with pytest.raises(CheckpointException, match="the base is not what it was made from"):
         load(tmp_path / "second", state())
 
 
 def test_a_checkpoint_is_no_difference_from_itself(copy):
-    rewritten(copy, base=Base("first", read_manifest(copy).run))
+    rewritten(copy, base=DistributedBase("first", read_manifest(copy).run))
     with pytest.raises(CorruptFileError, match="from itself"):
         StoredShards(copy)
 

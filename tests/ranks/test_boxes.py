@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimtensors.distributed.boxes import Box, overlapping, pieces
+from slimtensors.checkpoint.distributed.manifest import Box, find_overlaps, split_box
 
 
 @st.composite
@@ -41,7 +41,7 @@ def test_two_boxes_overlap_where_both_have_items(pair):
 
 @given(st.integers(1, 3).flatmap(lambda dims: st.lists(boxes(dims), max_size=6)))
 def test_boxes_overlap_if_two_of_them_do(several):
-    found = overlapping(several)
+    found = find_overlaps(several)
     pairs = itertools.combinations(several, 2)
     assert (found is not None) == any(a.overlap(b) is not None for a, b in pairs)
     if found is not None:
@@ -50,7 +50,7 @@ def test_boxes_overlap_if_two_of_them_do(several):
 
 @given(st.integers(0, 3).flatmap(boxes), st.integers(1, 60))
 def test_the_pieces_of_a_chunk_are_rows_that_fit_and_follow_each_other(chunk, limit):
-    found = list(pieces(chunk, torch.float32, limit))
+    found = list(split_box(chunk, torch.float32, limit))
     total = sum(marked(piece).int() for piece in found)
     assert torch.equal(total, marked(chunk).int())
     for piece in found:
@@ -65,5 +65,5 @@ def test_a_part_of_a_chunk_needs_the_pieces_that_it_touches(chunk, limit, data):
     at = tuple(data.draw(st.integers(0, n - 1)) for n in chunk.shape)
     shape = tuple(data.draw(st.integers(1, n - i)) for i, n in zip(at, chunk.shape, strict=True))
     part = Box(tuple(i + j for i, j in zip(at, chunk.at, strict=True)), shape)
-    needed = list(pieces(chunk, torch.float32, limit, part))
-    assert needed == [p for p in pieces(chunk, torch.float32, limit) if p.overlap(part)]
+    needed = list(split_box(chunk, torch.float32, limit, part))
+    assert needed == [p for p in split_box(chunk, torch.float32, limit) if p.overlap(part)]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from strategies import same_bits, same_tensors
 
 import slimtensors
-from slimtensors.distributed import consolidate, distribute
+from slimtensors.checkpoint.distributed import consolidate, distribute
 from slimtensors.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(SINGLE)

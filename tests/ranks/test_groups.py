@@ -7,8 +7,8 @@ from ranks.work import PIECE, start, told
 from safetensors.torch import load_file
 from strategies import same_bits
 
-from slimtensors.distributed import consolidate
-from slimtensors.distributed.manifest import read_manifest
+from slimtensors.checkpoint.distributed import consolidate
+from slimtensors.checkpoint.distributed.manifest import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(SINGLE)]
 

@@ -7,10 +7,10 @@ import torch
 from ranks.one import SINGLE, later, save, state
 
 import slimtensors
+from slimtensors.checkpoint.distributed import inspect, verify
 from slimtensors.cli import main
-from slimtensors.distributed import inspect, verify
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError
-from slimtensors.folder import compress_folder
+from slimtensors.folder.compress import compress_folder
 
 pytestmark = pytest.mark.filterwarnings(SINGLE)
 

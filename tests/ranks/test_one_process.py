@@ -18,14 +18,13 @@ from training import same_states
 
 import slimtensors
 from slimtensors.checkpoint import Filter
-from slimtensors.container import hidden_name, replace_folder
-from slimtensors.container.hidden import OLD
-from slimtensors.distributed import StorageReader, StorageWriter
-from slimtensors.distributed.boxes import Box
-from slimtensors.distributed.manifest import read_manifest
-from slimtensors.distributed.stored import StoredShards
+from slimtensors.checkpoint.distributed import StorageReader, StorageWriter
+from slimtensors.checkpoint.distributed.manifest import Box, read_manifest
+from slimtensors.checkpoint.distributed.reader import StoredShards
 from slimtensors.errors import ConfigError
-from slimtensors.spec import Spec, allocate
+from slimtensors.storage import replace_folder, temporary_name
+from slimtensors.storage.atomic import REPLACED_SUFFIX
+from slimtensors.tensor import Spec, _allocate_plain
 
 pytestmark = pytest.mark.filterwarnings(SINGLE)
 
@@ -51,7 +50,7 @@ def test_every_dtype_and_shape_keeps_its_bits(x, base, tmp_path_factory):
     save({"x": x}, folder / "a")
     if base:
         save({"x": x}, folder / "b", base=folder / "a")
-    out = {"x": allocate(Spec.of(x))}
+    out = {"x": _allocate_plain(Spec.of(x))}
     path = folder / ("b" if base else "a")
     dcp.load(out, storage_reader=StorageReader(path), no_dist=True)
     assert same_bits(out["x"], x)
@@ -210,7 +209,7 @@ def test_a_checkpoint_that_another_one_needs_is_not_replaced(tmp_path):
 
 def test_a_complete_checkpoint_that_lost_its_name_is_not_removed(tmp_path):
     save(state(), tmp_path / "a")
-    hidden = (tmp_path / "a").rename(hidden_name(tmp_path / "a", OLD))
+    hidden = (tmp_path / "a").rename(temporary_name(tmp_path / "a", REPLACED_SUFFIX))
     writer = StorageWriter(tmp_path / "a")
     with pytest.raises(CheckpointException, match="out of order"):
         dcp.save(state(1), storage_writer=writer, planner=Failing(), no_dist=True)
@@ -255,7 +254,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next_one(tmp_path):
-    left, other = hidden_name(tmp_path / "a"), hidden_name(tmp_path / "a.b")
+    left, other = temporary_name(tmp_path / "a"), temporary_name(tmp_path / "a.b")
     for folder in (left, other):
         folder.mkdir()
         (folder / "rank-00000.safetensors").touch()

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from slimtensors.distributed import StorageReader, StorageWriter, writer
-from slimtensors.distributed.manifest import MANIFEST, read_manifest, write_manifest
+from slimtensors.checkpoint.distributed import StorageReader, StorageWriter, writer
+from slimtensors.checkpoint.distributed.manifest import read_manifest, write_manifest
+from slimtensors.storage.reader import DISTRIBUTED as MANIFEST
 
 WIDE = "model.up.weight"
 """Of many pieces in every layout."""

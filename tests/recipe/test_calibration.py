@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from slimtensors.calibration import Data
-from slimtensors.calibration.texts import texts_of
 from slimtensors.errors import ConfigError
 from slimtensors.recipe import Calibration
+from slimtensors.recipe.calibration import Data, extract_texts
 
 TEXTS = [f"{'abcdefghij'[i] * 12} text number {i}" for i in range(10)]
 
@@ -189,4 +188,4 @@ def test_bad_options_and_files_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=f"{name}.*write it as"):
             batches(tmp_path / name)
     with pytest.raises(ConfigError, match="column 'body'"):
-        list(texts_of([{"text": "x"}], column="body"))
+        list(extract_texts([{"text": "x"}], column="body"))

@@ -30,9 +30,12 @@ from slimtensors.recipe import (
     Stage,
     Wanda,
 )
-from slimtensors.recipe.oneshot import apply_recipe, prune
-from slimtensors.recipe.quality import measure
-from slimtensors.transformers import Calibration, SparseAutoModelForCausalLM, oneshot
+from slimtensors.recipe import oneshot as prune
+from slimtensors.recipe.calibration import Calibration
+from slimtensors.recipe.oneshot import apply_recipe
+from slimtensors.recipe.report import measure
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
+from slimtensors.transformers.oneshot import oneshot
 
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
 ASYMMETRIC = {
@@ -146,11 +149,11 @@ def test_a_mask_that_a_modifier_breaks_is_found(monkeypatch):
     model = llama()
 
     def breaks(model, modifier, how):
-        step = prune.prune(model, modifier, how)
+        step = prune._run_pruning(model, modifier, how)
         next(iter(linears(model).values())).weight.data += 1e-3
         return step
 
-    monkeypatch.setattr("slimtensors.recipe.oneshot.apply.prune", breaks)
+    monkeypatch.setattr("slimtensors.recipe.oneshot.prune", breaks)
     recipe = Recipe.of([MagnitudePruning(0.5, targets="re:.*mlp"), Wanda(0.5, targets="re:.*mlp")])
     apply_recipe(model, recipe, batches())  # nothing is held there
     model.model.layers[0].self_attn.q_proj.weight.data[:8] = 0

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from slimtensors.errors import ConfigError
-from slimtensors.integrations.training.data import Examples, calibration_batches
-from slimtensors.quantization.algorithms.padding import without_padding
+from slimtensors.layerwise.inputs import without_padding
 from slimtensors.quantization.state import quantization_of
 from slimtensors.recipe import (
     AWQ,
@@ -21,9 +20,11 @@ from slimtensors.recipe import (
     SparseGPT,
     Wanda,
 )
+from slimtensors.recipe.calibration import Calibration
 from slimtensors.recipe.oneshot import apply_recipe
-from slimtensors.recipe.quality import measure
-from slimtensors.transformers import Calibration, oneshot
+from slimtensors.recipe.report import measure
+from slimtensors.transformers.data import Examples, calibration_batches
+from slimtensors.transformers.oneshot import oneshot
 
 LENGTHS = (9, 5, 9)
 W4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}

@@ -20,7 +20,7 @@ from slimtensors.recipe import (
     Stage,
     Wanda,
 )
-from slimtensors.recipe.modifiers import MODIFIERS
+from slimtensors.recipe.recipe import MODIFIERS
 
 THEIRS = """
 sparsity_stage:

@@ -13,11 +13,17 @@ from torch import nn
 from torch.nn import functional
 
 from slimtensors.errors import ConfigError, MismatchError
-from slimtensors.pruning import Unstructured, parse_structure
+from slimtensors.layerwise.structure import Unstructured, parse_structure
 from slimtensors.quantization.layers import Weight
-from slimtensors.recipe.training import GradualMasks, HeldMasks, MovementMasks, Schedule
-from slimtensors.recipe.training.movement import relative_magnitude
-from slimtensors.recipe.training.ranking import by_layer, of_all_layers
+from slimtensors.recipe.masks import (
+    GradualMasks,
+    HeldMasks,
+    MovementMasks,
+    Schedule,
+    by_layer,
+    of_all_layers,
+    relative_magnitude,
+)
 
 VIEWS = {name: Weight("weight") for name in ("weight", "0.weight", "2.weight")}
 ALL, EACH = of_all_layers(Unstructured()), by_layer(Unstructured(), VIEWS)

@@ -6,8 +6,8 @@ import pytest
 from report.browser import BROWSER, View, started
 from report.test_collect import RECIPE
 
+from slimtensors.archive.summary import TensorSummary
 from slimtensors.report import Histogram, Link, Report, TensorReport, Variant, write_page
-from slimtensors.summary import Stored
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="there is no browser: apt-get install chromium"
@@ -26,7 +26,7 @@ def tensor(name, *, stored=1000, error=None, codec="huffman", shape=(64, 32)):
     shown = Histogram(-1.0, 1.0, (1, 4, 9, 4, 1))
     parts = {"mask": stored // 2, "values.chunks": stored // 8}
     parts["values.data"] = stored - sum(parts.values())
-    info = Stored(name, "bfloat16", shape, codec, 4096, stored, "x", "", error, parts, 7.5)
+    info = TensorSummary(name, "bfloat16", shape, codec, 4096, stored, "x", "", error, parts, 7.5)
     return TensorReport(info, plan, error is None, 0.5, shown, shown if error else None)
 
 

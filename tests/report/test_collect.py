@@ -15,12 +15,12 @@ import slimtensors
 from slimtensors.checkpoint import checkpointing
 from slimtensors.cli import main
 from slimtensors.errors import CorruptFileError, MismatchError, UnsupportedVersionError
+from slimtensors.folder.quantize import quantize_folder
+from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantization.algorithms import LayerReport
-from slimtensors.quantized_folder import quantize_folder
 from slimtensors.recipe import LayerState
 from slimtensors.report import Report, collect, collect_run, is_report, read_report, write_report
-from slimtensors.spec import DTYPES
+from slimtensors.tensor import DTYPES
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schemas/report.json").read_text())
 

@@ -8,7 +8,7 @@ import torch
 from strategies import same_bits
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slimtensors import inspect
+from slimtensors.archive.read import inspect
 
 ROOT = Path(__file__).parents[2]
 SENTENCES = ["the quick brown fox", "jumps over the lazy dog", "a dog", "the fox jumps again"]
@@ -48,7 +48,8 @@ def test_saving_and_loading_compressed_tensors():
 
     from torch import Tensor
 
-    from slimtensors import BitmaskConfig, load_compressed, save_compressed
+    from slimtensors.compat.formats import load_compressed, save_compressed
+    from slimtensors.folder.config_json import BitmaskConfig
 
     # the example BitmaskConfig method efficiently compresses
     # tensors with large number of zero entries
@@ -80,7 +81,9 @@ def test_saving_and_loading_compressed_tensors():
 def test_saving_and_loading_compressed_models(pruned_model):
     from transformers import AutoModelForCausalLM
 
-    from slimtensors import BitmaskConfig, load_compressed, save_compressed_model
+    from slimtensors.compat import save_compressed_model
+    from slimtensors.compat.formats import load_compressed
+    from slimtensors.folder.config_json import BitmaskConfig
 
     model_name = pruned_model
     model = AutoModelForCausalLM.from_pretrained(model_name, torch_dtype="auto")

@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from strategies import same_bits
 
-from slimtensors import BitmaskConfig, SparsityConfig, load_compressed, save_compressed
 from slimtensors.cli import main
+from slimtensors.compat.formats import load_compressed, save_compressed
+from slimtensors.folder.config_json import BitmaskConfig, SparsityConfig
 
 ROWS, COLUMNS = 24, 61
 

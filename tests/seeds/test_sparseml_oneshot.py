@@ -4,7 +4,7 @@ import torch
 from hf.tiny import llama, same_weights
 
 import slimtensors
-from slimtensors.transformers import SparseAutoModelForCausalLM
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 
 SAMPLE = """
 from slimtensors.transformers import oneshot

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import slimtensors
-from slimtensors.transformers import SparseAutoModelForCausalLM
+from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 
 SAMPLE = """
 from slimtensors.transformers import train

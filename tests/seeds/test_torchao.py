@@ -5,7 +5,7 @@ import tempfile
 import torch
 
 from slimtensors.quantization import get_model_size_in_bytes, int4_weight_only, quantize_
-from slimtensors.tensors import QuantizedTensor
+from slimtensors.runtime import QuantizedTensor
 
 
 class ToyLinearModel(torch.nn.Module):

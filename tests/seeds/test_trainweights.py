@@ -23,7 +23,7 @@ def script():
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     import slimtensors.checkpoint as trainweights
-    from slimtensors.checkpoint.io import build_checkpoint, restore_checkpoint
+    from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
 
     def main():
         device = "cpu"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slimtensors import _core
 from slimtensors.codecs import Bins, Huffman
 from slimtensors.errors import CorruptFileError
-from slimtensors.spec import DTYPES, Spec, as_bytes, view
+from slimtensors.tensor import DTYPES, Spec, as_bytes, view_as
 
 CHUNK = _core.BINS_CHUNK
 
@@ -205,7 +205,7 @@ def content(rng, kind, spec):
         raw = small.astype(f"<i{spec.dtype.itemsize}").view(np.uint8)
     if kind == "few":
         raw = rng.choice(np.array([3, 200, 201], np.uint8), spec.nbytes, p=[0.9, 0.09, 0.01])
-    return view(memoryview(bytearray(raw)), spec)
+    return view_as(memoryview(bytearray(raw)), spec)
 
 
 FLOATS = {"weights", "rounded", "marked", "positive"}

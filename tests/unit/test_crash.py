@@ -26,7 +26,7 @@ import errno, json, os, random, resource, signal, sys, time
 from pathlib import Path
 import torch
 import slimtensors
-from slimtensors import container
+from slimtensors import storage
 from strategies import bits, same_bits
 torch.set_num_threads(1)  # a process that has started none can be forked
 
@@ -143,8 +143,8 @@ def test_killing_a_process_while_it_saves_leaves_a_whole_model(quick):
 
 
 AT_EVERY_LINE = """
-FILES = ("hidden.py", "shards.py", "writer.py")
-OURS = {str(Path(container.__file__).parent / name) for name in FILES}
+FILES = ("atomic.py", "shards.py", "writer.py")
+OURS = {str(Path(storage.__file__).parent / name) for name in FILES}
 
 def at_line(number, act):
     \"\"\"Call `act` when the writer is about to run its line of that number.\"\"\"

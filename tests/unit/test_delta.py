@@ -12,16 +12,15 @@ from safetensors.torch import load_file
 from strategies import same_bits, same_tensors
 
 import slimtensors
-from slimtensors import spec
-from slimtensors.archive.state import Item, State
-from slimtensors.archive.write import write
+from slimtensors import tensor as spec
+from slimtensors.archive.delta import DeltaManifest, diff, restore, tensor_digest
+from slimtensors.archive.write import ArchiveSource, TensorSource, write
 from slimtensors.cli import main
-from slimtensors.delta import Changed, diff, digest, restore
-from slimtensors.delta_folder import diff_folder, restore_folder
+from slimtensors.codecs.residual import add_difference, difference, residual
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
-from slimtensors.folder import compress_folder
-from slimtensors.residual import add_difference, difference, residual
-from slimtensors.spec import DTYPES, Spec
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.delta import diff_folder, restore_folder
+from slimtensors.tensor import DTYPES, Spec
 
 NUMBERS = [dtype for dtype in DTYPES.values() if not dtype.is_complex]
 
@@ -42,12 +41,12 @@ def test_every_tensor_is_its_base_and_the_difference(data):
 def test_a_bit_anywhere_is_a_difference(place):
     x = torch.arange((1 << 18) + 12, dtype=torch.int32).to(torch.float32)
     y = x.clone()
-    assert spec.same_bits(x, y)
+    assert spec.bitwise_equal(x, y)
     y.view(torch.int32)[place] ^= 1
-    assert not spec.same_bits(x, y)
-    assert not spec.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
-    assert spec.same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
-    assert spec.same_bits(torch.empty(0, 3), torch.empty(0, 3))
+    assert not spec.bitwise_equal(x, y)
+    assert not spec.bitwise_equal(torch.tensor(0.0), torch.tensor(-0.0))
+    assert spec.bitwise_equal(torch.tensor(float("nan")), torch.tensor(float("nan")))
+    assert spec.bitwise_equal(torch.empty(0, 3), torch.empty(0, 3))
 
 
 def test_neighbours_differ_by_one_across_exponents_and_zero():
@@ -221,18 +220,20 @@ def test_weights_that_all_changed_are_sorted_by_the_exponents_of_the_base(tmp_pa
 )
 def test_a_manifest_that_makes_no_sense_is_damage(said):
     with pytest.raises(CorruptFileError, match="does not say"):
-        Changed.from_json({"tied": {}, **said})
+        DeltaManifest.from_json({"tied": {}, **said})
 
 
 def test_a_residual_that_does_not_fit_its_base_is_damage_that_is_named(tmp_path):
     base = torch.zeros(64)
     slimtensors.save({"x": base}, tmp_path / "base")
     for kind in ("difference", "by-exponent"):
-        item = Item(
+        item = TensorSource(
             "x", Spec.of(base), lambda each: torch.ones(63, dtype=torch.uint32), always_blob=True
         )
-        told = {"tensors": {"x": [kind, digest(base)]}, "tied": {}}
-        write(State([item], delta=told), tmp_path / "delta", preset="lossless", dialect="slim")
+        told = {"tensors": {"x": [kind, tensor_digest(base)]}, "tied": {}}
+        write(
+            ArchiveSource([item], delta=told), tmp_path / "delta", preset="lossless", dialect="slim"
+        )
         with pytest.raises(CorruptFileError, match=r"delta: x: .*fit"):
             restore(tmp_path / "delta", tmp_path / "base", tmp_path / "back")
 

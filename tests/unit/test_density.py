@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slimtensors import _core
 from slimtensors.codecs import Density
 from slimtensors.errors import CorruptFileError
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 CHUNK = 1 << 18
 DENSITIES = (0.0, 0.001, 0.01, 0.06, 0.3, 0.5, 0.94, 0.99, 1.0)

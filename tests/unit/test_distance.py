@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimtensors import _core
-from slimtensors.distance import norm, relative_distance
-from slimtensors.spec import as_bytes, dtype_name
+from slimtensors.tensor import as_bytes, dtype_name, norm, relative_distance
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 LANES = 16

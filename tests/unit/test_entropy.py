@@ -12,8 +12,8 @@ from strategies import bits
 
 from slimtensors import _core
 from slimtensors.codecs import Huffman
-from slimtensors.entropy import order0
-from slimtensors.spec import DTYPES, as_bytes
+from slimtensors.codecs.statistics import order0
+from slimtensors.tensor import DTYPES, as_bytes
 
 
 def slow_entropy(symbols):

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimtensors.errors import ConfigError
+from slimtensors.layerwise.gptq import gptq, rtn
+from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.quantization import QuantizationArgs
 from slimtensors.quantization.affine import Params, find_params
-from slimtensors.quantization.algorithms import Hessian, gptq, output_error, rtn
 
 FP4 = {"type": "float", "num_bits": 4}
 KINDS = {

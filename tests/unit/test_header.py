@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from strategies import SAFETENSORS_DTYPES, bits, same_bits, same_tensors
 
 import slimtensors
-from slimtensors.container import Entry, FileOutput, Piece, header
 from slimtensors.errors import FormatError
-from slimtensors.spec import DTYPES, Spec, as_bytes
+from slimtensors.storage import FileOutput, HeaderEntry, TensorBytes, header
+from slimtensors.tensor import DTYPES, Spec, as_bytes
 
 AWKWARD_NAMES = [
     "",
@@ -133,7 +133,7 @@ def test_the_header_fits_whatever_was_reserved_for_it(tmp_path, reserve):
     path = tmp_path / "x.safetensors"
     with FileOutput(path, reserve=reserve) as output:
         for name, x in tensors.items():
-            output.add([Piece(name, Spec.of(x), [as_bytes(x)], None)])
+            output.add([TensorBytes(name, Spec.of(x), [as_bytes(x)], None)])
         output.commit(list(tensors), lambda names, sums, table: {"about": "a test"})
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
     assert same_tensors(slimtensors.load(path), tensors)
@@ -150,8 +150,8 @@ def test_names_that_json_makes_much_longer_move_the_data(tmp_path):
 
 def test_what_is_packed_is_unpacked_again():
     entries = {
-        "b": Entry(Spec(torch.bfloat16, (2, 3)), 4, 16),
-        "a": Entry(Spec(torch.int32, ()), 0, 4),
+        "b": HeaderEntry(Spec(torch.bfloat16, (2, 3)), 4, 16),
+        "a": HeaderEntry(Spec(torch.int32, ()), 0, 4),
     }
     raw = header.pack(header.table_text(entries), {"k": "v"}, size=400)
     assert len(raw) == 400

@@ -9,17 +9,20 @@ import torch
 from reliability_tools import leftovers, run
 
 import slimtensors
-from slimtensors.container import hidden_folder, hidden_name, remove_abandoned, replace_folder
-from slimtensors.container.hidden import MARK, OLD, make_hidden
-from slimtensors.folder import compress_folder
-from slimtensors.making.in_place import new_folder
+from slimtensors.folder.compress import compress_folder
+from slimtensors.storage import remove_leftovers, replace_folder, temporary_folder, temporary_name
+from slimtensors.storage.atomic import (
+    REPLACED_SUFFIX,
+    TEMPORARY_SUFFIX,
+    create_temporary,
+    replace_with_folder,
+)
 
 REPLACE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from slimtensors import container
-from slimtensors.making import in_place
-OURS = {container.hidden.__file__, in_place.__file__}
+from slimtensors.storage import atomic
+OURS = {atomic.__file__}
 
 def write(folder, word):
     for name in ("a.safetensors", "b.safetensors"):
@@ -41,13 +44,13 @@ def replace(target, number):
         return trace
 
     sys.settrace(lambda frame, event, arg: trace if frame.f_code.co_filename in OURS else None)
-    with in_place.new_folder(target, replace=True) as folder:
+    with atomic.replace_with_folder(target, replace=True) as folder:
         write(folder, "new")
     os._exit(0)
 
 folder = Path(sys.argv[1])
 if sys.argv[2] == "two steps":
-    container.hidden._exchange = lambda a, b: False
+    atomic._exchange = lambda a, b: False
 number, killed = 0, True
 while killed:
     number += 1
@@ -63,7 +66,7 @@ while killed:
         (kept,) = folder.glob(".model.*.slimtensors-old")
         found = f"{which(kept)}, hidden"
     for _ in range(2 if "hidden" in found else 1):  # as long as it has no name, the old one stays
-        with in_place.new_folder(target, replace=True) as made:
+        with atomic.replace_with_folder(target, replace=True) as made:
             write(made, "newer")
     assert which(target) == "newer", number
     assert [path.name for path in folder.iterdir()] == ["model"], number
@@ -85,7 +88,7 @@ def test_where_it_takes_two_steps_the_old_folder_is_kept_under_a_hidden_name(tmp
 
 
 def test_a_folder_that_cannot_be_exchanged_is_replaced_in_two_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("slimtensors.container.hidden._exchange", lambda a, b: False)
+    monkeypatch.setattr("slimtensors.storage.atomic._exchange", lambda a, b: False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -95,24 +98,24 @@ def test_a_folder_that_cannot_be_exchanged_is_replaced_in_two_steps(tmp_path, mo
 
 def test_what_has_a_writer_stays_and_what_has_none_goes(tmp_path):
     target = tmp_path / "x"
-    with hidden_folder(target) as mine:
-        file, lock = make_hidden(target, Path.touch)
-        left, other = hidden_name(target), hidden_name(tmp_path / "xy")
+    with temporary_folder(target) as mine:
+        file, lock = create_temporary(target, Path.touch)
+        left, other = temporary_name(target), temporary_name(tmp_path / "xy")
         left.mkdir()
         other.mkdir()
-        remove_abandoned(target)
+        remove_leftovers(target)
         assert {path.name for path in tmp_path.iterdir()} == {mine.name, file.name, other.name}
         os.close(lock)
-        remove_abandoned(target)
+        remove_leftovers(target)
         assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
 def test_what_another_machine_has_made_stays(tmp_path, monkeypatch):
-    left = hidden_name(tmp_path / "x")
+    left = temporary_name(tmp_path / "x")
     left.mkdir()
-    monkeypatch.setattr("slimtensors.container.hidden._here", lambda: "01234567")
-    with new_folder(tmp_path / "x", replace=False):
+    monkeypatch.setattr("slimtensors.storage.atomic._here", lambda: "01234567")
+    with replace_with_folder(tmp_path / "x", replace=False):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"x", left.name}
 
@@ -130,7 +133,7 @@ def test_an_interrupt_between_two_steps_leaves_a_folder_under_the_name(tmp_path,
         if len(count) == step:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("slimtensors.container.hidden._exchange", lambda a, b: False)
+    monkeypatch.setattr("slimtensors.storage.atomic._exchange", lambda a, b: False)
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         replace_folder(new, old)
@@ -151,13 +154,13 @@ def test_a_model_whose_file_was_removed_before_it_got_its_name_does_not_cost_the
 
 
 def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
-    old = hidden_name(tmp_path / "x", OLD)
+    old = temporary_name(tmp_path / "x", REPLACED_SUFFIX)
     old.mkdir()
-    remove_abandoned(tmp_path / "x")
+    remove_leftovers(tmp_path / "x")
     assert old.exists()
-    with new_folder(tmp_path / "x", replace=False):
+    with replace_with_folder(tmp_path / "x", replace=False):
         pass
-    with new_folder(tmp_path / "x", replace=True):
+    with replace_with_folder(tmp_path / "x", replace=True):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -166,8 +169,8 @@ def test_a_folder_made_anew_rids_its_place_of_what_was_left_there(tmp_path):
     (tmp_path / "model").mkdir()
     slimtensors.save({"x": torch.zeros(99)}, tmp_path / "model")
     target = tmp_path / "small"
-    for mark in (MARK, OLD):
-        hidden_name(target, mark).mkdir()
+    for mark in (TEMPORARY_SUFFIX, REPLACED_SUFFIX):
+        temporary_name(target, mark).mkdir()
     compress_folder(tmp_path / "model", target)
     assert [path.name[-4:] for path in tmp_path.glob(".small.*")] == ["-old"]
     compress_folder(tmp_path / "model", target, replace=True)
@@ -220,7 +223,7 @@ def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(tmp_path, monke
     def fail(*_):
         raise OSError("no locks here")
 
-    left = hidden_name(tmp_path / "x")
+    left = temporary_name(tmp_path / "x")
     left.touch()
     monkeypatch.setattr("fcntl.flock", fail)
     slimtensors.save({"x": torch.ones(9)}, tmp_path / "x")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slimtensors import _core
 from slimtensors.codecs import Huffman
 from slimtensors.errors import CorruptFileError
-from slimtensors.spec import DTYPES, Spec, as_bytes, view
+from slimtensors.tensor import DTYPES, Spec, as_bytes, view_as
 
 CHUNK = _core.HUFFMAN_CHUNK
 STREAMS = 5
@@ -275,7 +275,7 @@ def same_bits(a, b):
 def test_every_bit_of_every_dtype_survives(dtype, shape, content, seed):
     spec = Spec(DTYPES[dtype], shape)
     raw = bytes_of_kind(np.random.default_rng(seed), content, spec.nbytes)
-    x = view(memoryview(bytearray(raw)), spec)
+    x = view_as(memoryview(bytearray(raw)), spec)
     parts = Huffman().encode(x)
     assert same_bits(Huffman().decode(parts, spec), x)
 

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import same_bits
 
-from slimtensors.archive.workers import Workers
 from slimtensors.codecs import IntBlocks
-from slimtensors.distance import relative_distance
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.spec import Spec
+from slimtensors.parallel import Workers
+from slimtensors.tensor import Spec, relative_distance
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import slimtensors
-from slimtensors import presets
+from slimtensors.codecs import presets
 from slimtensors.errors import CorruptFileError
-from slimtensors.spec import Spec, as_bytes
+from slimtensors.tensor import Spec, as_bytes
 
 
 def same_bits(a, b):
@@ -47,7 +47,7 @@ def test_the_plan_is_within_a_hundredth_of_the_best(share, dtype):
     x = (x * 1000).to(dtype) if dtype is torch.int8 else x.to(dtype)
     sizes = {}
     for plan in (presets.Plan(presets.Huffman()), masked_plan(), presets.lossless("x", x).plan):
-        encoded = slimtensors.plan.encode(plan, x)
+        encoded = slimtensors.codecs.plan.encode(plan, x)
         sizes[str(plan)] = sum(leaf.nbytes for _, leaf in encoded.leaves())
     assert sizes[plan_of(x)] <= 1.017 * min(sizes.values())
 

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from slimtensors import codecs, plan
-from slimtensors.plan import Plan, chain
-from slimtensors.sparsity import mask_plan
+from slimtensors import codecs
+from slimtensors.codecs import plan
+from slimtensors.codecs.plan import Plan, chain
+from slimtensors.codecs.presets import mask_plan
 
 CANDIDATES = {
     "None": None,

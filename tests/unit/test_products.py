@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimtensors import _core
-from slimtensors.quantization import bits
-from slimtensors.spec import as_bytes, dtype_name
+from slimtensors.quantization import kernels as bits
+from slimtensors.tensor import as_bytes, dtype_name
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -19,7 +19,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 def product(codes, kind, scale, zero, block, x, threads=1):
     rows, columns = len(codes), x.shape[1]
     out = torch.full((len(x), rows), torch.nan)
-    stored = bits.pack(codes, 4) if kind == "packed" else codes
+    stored = bits.pack_bits(codes, 4) if kind == "packed" else codes
     _core.multiply_codes(
         as_bytes(stored),
         kind,

@@ -10,27 +10,20 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from slimtensors.errors import ConfigError, MismatchError, StatusError
-from slimtensors.pruning import (
-    Blocks,
-    Groups,
+from slimtensors.layerwise.allocation import by_outliers, find_layers, per_block, per_target
+from slimtensors.layerwise.hessian import Hessian, output_error
+from slimtensors.layerwise.inputs import layers_of
+from slimtensors.layerwise.prune import (
     Magnitude,
-    Rows,
+    PruningTarget,
     SparseGPT,
-    Unstructured,
     Wanda,
-    Wanted,
-    by_outliers,
-    find_layers,
-    parse_structure,
-    per_block,
-    per_target,
+    prune_layer,
     prune_model,
-    sparsegpt,
 )
-from slimtensors.pruning.layer import prune_layer
+from slimtensors.layerwise.sparsegpt import sparsegpt
+from slimtensors.layerwise.structure import Blocks, Groups, Rows, Unstructured, parse_structure
 from slimtensors.quantization import QuantizationConfig, apply_quantization_config, quantize_model
-from slimtensors.quantization.algorithms import Hessian, output_error
-from slimtensors.quantization.algorithms.layers import layers_of
 
 METHODS = [Magnitude(), Wanda(), SparseGPT(block_size=16)]
 STRUCTURES = ["unstructured", "1:4", "2:4", "4:8", "8:16", "rows", "4x4", "8x1"]
@@ -58,7 +51,7 @@ def seen_by(columns, seed=1):
 
 def prune(method, weight, hessian, share, structure="unstructured", **more):
     structure = parse_structure(structure)
-    wanted = Wanted(share if structure.share is None else structure.share, structure, **more)
+    wanted = PruningTarget(share if structure.share is None else structure.share, structure, **more)
     return method.prune(weight, hessian, wanted, tell=lambda text: None)
 
 

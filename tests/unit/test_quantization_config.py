@@ -13,8 +13,8 @@ from slimtensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from slimtensors.quantization.presets import PRESETS
-from slimtensors.quantization.targets import disjoint, resolve
+from slimtensors.quantization.plans import make_disjoint, resolve_target
+from slimtensors.quantization.scheme import PRESETS
 
 LINEAR = ["Linear", "Module"]
 
@@ -127,28 +127,28 @@ def groups(**targets):
 
 def test_a_name_beats_a_pattern_and_a_pattern_beats_a_class():
     by = groups(c=["Linear"], p=["re:.*down"], n=["a.down"])
-    assert resolve(by, [], "a.down", LINEAR) == "n"
-    assert resolve(by, [], "b.down", LINEAR) == "p"
-    assert resolve(by, [], "b.up", LINEAR) == "c"
-    assert resolve(by, [], "b.norm", ["LayerNorm"]) is None
+    assert resolve_target(by, [], "a.down", LINEAR) == "n"
+    assert resolve_target(by, [], "b.down", LINEAR) == "p"
+    assert resolve_target(by, [], "b.up", LINEAR) == "c"
+    assert resolve_target(by, [], "b.norm", ["LayerNorm"]) is None
 
 
 def test_what_is_ignored_has_no_group():
     by = groups(n=["head"], c=["Linear"])
-    assert resolve(by, ["re:.*ead$"], "head", LINEAR) is None
-    assert resolve(by, ["head"], "head", LINEAR) is None
-    assert resolve(by, ["Linear"], "head", LINEAR) is None
-    assert resolve(by, ["lm_head"], "head", LINEAR) == "n"
+    assert resolve_target(by, ["re:.*ead$"], "head", LINEAR) is None
+    assert resolve_target(by, ["head"], "head", LINEAR) is None
+    assert resolve_target(by, ["Linear"], "head", LINEAR) is None
+    assert resolve_target(by, ["lm_head"], "head", LINEAR) == "n"
 
 
 def test_two_groups_that_fit_equally_well_raise():
     with pytest.raises(ConfigError, match=r"x\.down: the groups a and b"):
-        resolve(groups(a=["re:.*down"], b=["re:x.*"]), [], "x.down", LINEAR)
+        resolve_target(groups(a=["re:.*down"], b=["re:x.*"]), [], "x.down", LINEAR)
 
 
 def test_a_pattern_that_is_none_raises():
     with pytest.raises(ConfigError, match="regular expression"):
-        resolve(groups(a=["re:("]), [], "x", LINEAR)
+        resolve_target(groups(a=["re:("]), [], "x", LINEAR)
 
 
 def test_groups_that_overlap_are_written_layer_by_layer():
@@ -159,7 +159,7 @@ def test_groups_that_overlap_are_written_layer_by_layer():
         "1.up": ("z", LINEAR),
         "emb": ("e", ["Embedding"]),
     }
-    written = disjoint(by, layers)
+    written = make_disjoint(by, layers)
     assert {name: list(g.targets) for name, g in written.items()} == {
         "a": ["1.down", "2.down"],
         "e": ["Embedding"],
@@ -171,4 +171,4 @@ def test_groups_that_overlap_are_written_layer_by_layer():
 def test_groups_that_do_not_overlap_stay_as_they_are():
     by = groups(a=["re:.*down"], b=["re:.*up"])
     layers = {"down": ("a", LINEAR), "up": ("b", LINEAR)}
-    assert disjoint(by, layers) == by
+    assert make_disjoint(by, layers) == by

@@ -14,7 +14,7 @@ from strategies import same_bits
 from slimtensors import _core
 from slimtensors.quantization import QuantizationArgs
 from slimtensors.quantization.affine import Params, dequantize, quantize
-from slimtensors.spec import as_bytes, dtype_name
+from slimtensors.tensor import as_bytes, dtype_name
 
 NONE = torch.empty(0, dtype=torch.uint8)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]

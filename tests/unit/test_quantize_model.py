@@ -24,6 +24,13 @@ from transformers import (
 
 from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
+from slimtensors.layerwise.engine import find_blocks, prepare_batch, record_calls
+from slimtensors.layerwise.gptq import rtn
+from slimtensors.layerwise.hessian import Hessian, output_error
+from slimtensors.layerwise.inputs import Layer, layers_of
+from slimtensors.layerwise.quantize import GPTQ, RTN, put_results, round_layer
+from slimtensors.layerwise.resume import STATE
+from slimtensors.layerwise.smoothing import AWQ, SmoothQuant
 from slimtensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -34,21 +41,6 @@ from slimtensors.quantization import (
     quantize_model,
 )
 from slimtensors.quantization.affine import fake_quantize, find_params
-from slimtensors.quantization.algorithms import (
-    AWQ,
-    GPTQ,
-    RTN,
-    Hessian,
-    SmoothQuant,
-    output_error,
-    put_results,
-    rtn,
-)
-from slimtensors.quantization.algorithms.blocks import find_blocks, ready
-from slimtensors.quantization.algorithms.layers import Layer, layers_of
-from slimtensors.quantization.algorithms.recording import record
-from slimtensors.quantization.algorithms.round import round_layer
-from slimtensors.quantization.algorithms.work import STATE
 from slimtensors.quantization.layers import Weight
 
 SMALL = {
@@ -364,8 +356,8 @@ def test_static_activations_are_calibrated_on_the_quantized_model(dense):
 def test_blocks_are_found_and_run_as_the_model_runs_them(dense):
     for model, name in ((dense, "model.layers"), (BertModel(BertConfig(**SMALL)), "encoder.layer")):
         assert list(find_blocks(model)) == [f"{name}.{i}" for i in range(2)]
-    with ready(dense):
-        stack = record(dense, find_blocks(dense), tokens())
+    with prepare_batch(dense):
+        stack = record_calls(dense, find_blocks(dense), tokens())
         for name in stack.blocks:
             stack.advance(name)
         logits = torch.cat([dense.lm_head(dense.model.norm(hidden)) for hidden in stack.hidden])
@@ -402,8 +394,8 @@ def test_the_model_is_run_whole_only_where_its_blocks_may_be_called_differently(
     batches = [torch.randn(2, length, 8) for length in lengths]
     whole = []
     model.head.register_forward_hook(lambda module, args, result: whole.append(result.shape[1]))
-    with ready(model):
-        stack = record(model, find_blocks(model), batches)
+    with prepare_batch(model):
+        stack = record_calls(model, find_blocks(model), batches)
         assert whole == [3, 6, 6, 4]  # those of 3 are alike, and those of 6 need every block
         for name in stack.blocks:
             stack.advance(name)

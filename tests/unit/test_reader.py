@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from strategies import bits, same_bits, same_tensors
 
 import slimtensors
-from slimtensors.container.source import MappedFile
 from slimtensors.errors import FormatError
+from slimtensors.storage.location import MappedFile
 
 INDEX = "model.safetensors.index.json"
 

@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 from strategies import bits, same_bits
 
 from slimtensors import _core
+from slimtensors.codecs.residual import (
+    KINDS,
+    applicable_kinds,
+    apply_residual,
+    choose_residual,
+    group_bytes,
+    residual,
+    ungroup_bytes,
+)
 from slimtensors.errors import CorruptFileError
-from slimtensors.residual import KINDS, grouped, kinds, residual, smallest, undo, ungrouped
-from slimtensors.spec import DTYPES, Spec, as_bytes
+from slimtensors.tensor import DTYPES, Spec, as_bytes
 
 FLOATS = {
     torch.float64: (11, 52),
@@ -72,33 +80,33 @@ def test_the_core_computes_what_its_slow_twins_do(drawn):
     outward = slow_outward(words(x), words(base), 8 * x.element_size())
     r = residual("by-exponent", x, base)
     assert words(r) == slow_grouped(outward, words(base), x.dtype)
-    assert words(grouped(x, base)) == slow_grouped(words(x), words(base), x.dtype)
+    assert words(group_bytes(x, base)) == slow_grouped(words(x), words(base), x.dtype)
 
 
 @given(pairs, st.sampled_from(KINDS))
 def test_every_kind_can_be_undone(drawn, kind):
     x, base = drawn
-    assert same_bits(undo(kind, residual(kind, x, base), base), x)
-    assert same_bits(undo(kind, residual(kind, x, base, by=x), base, by=x), x)
-    assert same_bits(ungrouped(grouped(x, base), base), x)
+    assert same_bits(apply_residual(kind, residual(kind, x, base), base), x)
+    assert same_bits(apply_residual(kind, residual(kind, x, base, by=x), base, by=x), x)
+    assert same_bits(ungroup_bytes(group_bytes(x, base), base), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_the_kinds_of_every_dtype_can_be_undone(dtype):
     x, base = pair(dtype, 64, 5)
     x, base = x.view(8, 8), base.view(8, 8)
-    offered = list(kinds(Spec.of(x)))
+    offered = list(applicable_kinds(Spec.of(x)))
     assert ("by-exponent" in offered) == (dtype in FLOATS)
     assert ("difference" in offered) == (not dtype.is_complex)
     for kind in offered:
-        assert same_bits(undo(kind, residual(kind, x, base), base), x)
+        assert same_bits(apply_residual(kind, residual(kind, x, base), base), x)
 
 
 def test_the_cheapest_kind_is_taken():
     x, base = torch.randn(1000), torch.randn(1000)
     for kind in KINDS:
         wanted = residual(kind, x, base)
-        found, r = smallest(x, base, lambda r, w=wanted: float(not same_bits(r, w)))
+        found, r = choose_residual(x, base, lambda r, w=wanted: float(not same_bits(r, w)))
         assert found == kind
         assert same_bits(r, wanted)
 
@@ -108,9 +116,11 @@ def test_what_does_not_fit_its_base_is_damage():
     for r in (torch.zeros(3, dtype=torch.uint16), torch.zeros(4, dtype=torch.uint32)):
         for kind in ("difference", "by-exponent"):
             with pytest.raises(CorruptFileError, match="fit"):
-                undo(kind, r, base)
+                apply_residual(kind, r, base)
     with pytest.raises(CorruptFileError, match="fit"):
-        undo("by-exponent", torch.zeros(4, dtype=torch.int8), torch.zeros(4, dtype=torch.int8))
+        apply_residual(
+            "by-exponent", torch.zeros(4, dtype=torch.int8), torch.zeros(4, dtype=torch.int8)
+        )
 
 
 @pytest.mark.parametrize("work", [_core.group, _core.ungroup])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from strategies import bits, same_bits, same_tensors
 
 import slimtensors
-from slimtensors.container import parse_size
 from slimtensors.errors import ConfigError
+from slimtensors.storage import parse_size
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -11,8 +11,9 @@ from strategies import same_bits
 from torch import nn
 
 import slimtensors
-from slimtensors import BitmaskConfig, ModelCompressor, Sparse24BitmaskConfig, SparsityConfig
+from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError
+from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "compressed_tensors"
 

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from slimtensors import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
-from slimtensors.sparsity import combined, parse_section, sparsity_of
+from slimtensors.codecs.statistics import combined, sparsity_of
+from slimtensors.folder.config_json import (
+    BitmaskConfig,
+    Sparse24BitmaskConfig,
+    SparsityConfig,
+    parse_section,
+)
 
 
 def keeping(kept, group, *, rows=64, columns=256, dtype=torch.bfloat16, seed=0):

@@ -32,7 +32,7 @@ from slimtensors.quantization import (
     sparse_weight,
 )
 from slimtensors.quantization.affine import fake_quantize, find_params
-from slimtensors.tensors import (
+from slimtensors.runtime import (
     CompressedTensor,
     CsrTensor,
     QuantizedConfig,

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 import slimtensors
-from slimtensors import memory
+from slimtensors import tensor as memory
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization import (
     coded_weight,
@@ -21,9 +21,9 @@ from slimtensors.quantization import (
     int8_weight_only,
     quantize_,
 )
-from slimtensors.tensors import CodedTensor
-from slimtensors.tensors import coded as coded_tensors
-from slimtensors.tensors.coded import Ahead
+from slimtensors.runtime import CodedTensor
+from slimtensors.runtime import coded as coded_tensors
+from slimtensors.runtime.coded import Ahead
 
 TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 

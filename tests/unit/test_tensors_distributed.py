@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch import multiprocessing, nn
 
 from slimtensors.errors import UnsupportedOperationError
-from slimtensors.tensors import (
+from slimtensors.runtime import (
     SparseTensor,
     broadcast_,
     float8_weight_only,

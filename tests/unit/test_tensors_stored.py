@@ -14,7 +14,7 @@ import slimtensors
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization import QuantizationArgs, formats
 from slimtensors.quantization.affine import find_params
-from slimtensors.tensors import (
+from slimtensors.runtime import (
     CompressedTensor,
     CsrTensor,
     QuantizedTensor,

@@ -7,7 +7,7 @@ from torch import nn
 import slimtensors
 from slimtensors.codecs import TorchQuantized
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
-from slimtensors.spec import Spec
+from slimtensors.tensor import Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(quantiz|ao):")
 

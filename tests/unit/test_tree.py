@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from strategies import same_bits
 
 import slimtensors
+from slimtensors.archive.tree import flatten, unflatten
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
-from slimtensors.tree import flatten, unflatten
 
 scalars = (
     st.none()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -10,27 +11,45 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from slimtensors import dialects
-from slimtensors.archive.workers import Workers
-from slimtensors.container import (
-    LocalPlace,
-    Place,
+from slimtensors.archive import dialects
+from slimtensors.archive.dialects import BlobMember, Member, PackedTensor, PlainMember
+from slimtensors.archive.summary import Summary, TensorSummary
+from slimtensors.archive.tree import unflatten
+from slimtensors.codecs.plan import Encoded, Plan
+from slimtensors.codecs.statistics import order0
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError
+from slimtensors.parallel import Each, Workers, serially
+from slimtensors.storage import (
+    LocalLocation,
+    Location,
     StoredFile,
     StrPath,
+    locate,
     open_file,
     open_files,
-    place,
 )
-from slimtensors.dialects import BlobMember, Member, Packed, PlainMember
-from slimtensors.entropy import order0
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError
-from slimtensors.plan import Encoded, Plan
-from slimtensors.spec import Each, Spec, dtype_name, serially
-from slimtensors.summary import Stored, Summary
-from slimtensors.tensors.stored import compressed
-from slimtensors.tree import unflatten
+from slimtensors.tensor import Spec, dtype_name
 
 Answer = TypeVar("Answer")
+
+AsCompressed = Callable[[Encoded, Each], Tensor | None]
+"""Returns a tensor that stays compressed in memory, or None if its encoding cannot."""
+
+_as_compressed: AsCompressed | None = None
+
+
+def register_runtime(convert: AsCompressed) -> None:
+    """Set how encoded tensors become tensors that stay compressed in memory."""
+    global _as_compressed
+    _as_compressed = convert
+
+
+def _find_runtime() -> AsCompressed:
+    if _as_compressed is None:
+        import_module("slimtensors.runtime")  # a higher layer: it registers itself here
+    assert _as_compressed is not None
+    return _as_compressed
+
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were just done."""
@@ -40,8 +59,8 @@ class Archive:
     """An open file or folder: names at once, tensors when asked for."""
 
     def __init__(self, path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
-        where = place(path, storage_options=storage_options)
-        if isinstance(where, LocalPlace) and not where.path.exists():
+        where = locate(path, storage_options=storage_options)
+        if isinstance(where, LocalLocation) and not where.path.exists():
             raise FileNotFoundError(f"{where}: no such file or folder")
         self._hold(str(where), open_files(where))
 
@@ -49,11 +68,11 @@ class Archive:
     def of_files(cls, paths: Sequence[Path]) -> Self:
         """Open these files as one archive, whatever index there is."""
         archive = cls.__new__(cls)
-        archive._hold(str(paths[0].parent), [open_file(LocalPlace(path)) for path in paths])
+        archive._hold(str(paths[0].parent), [open_file(LocalLocation(path)) for path in paths])
         return archive
 
     @classmethod
-    def at(cls, where: Place) -> Self:
+    def at(cls, where: Location) -> Self:
         """Open the one file that lies there."""
         archive = cls.__new__(cls)
         archive._hold(str(where), [open_file(where)])
@@ -61,7 +80,7 @@ class Archive:
 
     def _hold(self, path: str, files: list[StoredFile]) -> None:
         self.path, self._files, self._is_closed = path, files, False
-        contents = dialects.contents(files)
+        contents = dialects.read_contents(files)
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
         self.owners = contents.owners
         """Which tensor each entry of the files belongs to: itself, or one that is in parts."""
@@ -100,11 +119,11 @@ class Archive:
         """Return the plan by which a tensor is stored; none if it is plain."""
         return self._told(name, lambda member: member.about().plan)
 
-    def info(self, name: str) -> Stored:
+    def info(self, name: str) -> TensorSummary:
         """Return how a tensor is stored."""
         member = self._find(name)
         about = self._told(name, lambda member: member.about())
-        return Stored(
+        return TensorSummary(
             name,
             dtype_name(about.spec.dtype),
             about.spec.shape,
@@ -153,7 +172,7 @@ class Archive:
         """
         tied = self.tied()
 
-        def one(name: str) -> Stored:
+        def one(name: str) -> TensorSummary:
             info = self.info(name)
             exact = self._told(name, lambda member: member.load_exact(workers.each))
             bits = sum(map(order0, exact))
@@ -161,7 +180,7 @@ class Archive:
 
         with Workers(threads) as workers:
             names = [name for name in self if name not in tied]
-            found: dict[str, Stored] = {}
+            found: dict[str, TensorSummary] = {}
             results = workers.in_order(one, names, self.stored_bytes)
             for name, info in zip(names, results, strict=True):
                 found[name] = info
@@ -169,7 +188,7 @@ class Archive:
                     progress(info.stored_bytes)
         return self._summary(lambda name: found[tied.get(name, name)])
 
-    def _summary(self, about: Callable[[str], Stored]) -> Summary:
+    def _summary(self, about: Callable[[str], TensorSummary]) -> Summary:
         tied = self.tied()
         return Summary(
             [
@@ -236,7 +255,7 @@ class Archive:
 
         return self._told(name, read)
 
-    def packed(self, name: str) -> Packed | None:
+    def packed(self, name: str) -> PackedTensor | None:
         """Return a tensor as it is stored, to be written again; none if it is not one blob."""
         member = self._find(name)
         return member.packed(name) if isinstance(member, BlobMember) else None
@@ -249,10 +268,10 @@ class Archive:
 
         def ask(member: Member) -> Tensor:
             if isinstance(member, BlobMember):
-                held = compressed(member.encoded(each), each)
-                if held is not None:
-                    member.file.release(member.entry)  # parts that lie there come back when used
-                    return held
+                compressed = _find_runtime()(member.encoded(each), each)
+                if compressed is not None:
+                    member.file.release(member.entry)  # mapped parts are read again on use
+                    return compressed
             return member.load(each)
 
         return self._told(name, ask)

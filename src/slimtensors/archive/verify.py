@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.read import Archive, Progress, open
-from slimtensors.archive.workers import Workers
 from slimtensors.codecs import TorchQuantized
-from slimtensors.container import StrPath
 from slimtensors.errors import FormatError
-from slimtensors.spec import Json, Spec, as_bytes, dtype_name, same_bits
+from slimtensors.parallel import Workers
+from slimtensors.storage import StrPath
+from slimtensors.tensor import Json, Spec, as_bytes, bitwise_equal, dtype_name
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _difference(x: Tensor, name: str, other: Archive, workers: Workers) -> str:
     if x.is_quantized:
         pairs = zip(_parts(x), _parts(y), strict=False)
         return "" if all(torch.equal(a, b) for a, b in pairs) else "values or scales differ"
-    if same_bits(x, y):
+    if bitwise_equal(x, y):
         return ""
     items = (as_bytes(x).view(-1, x.element_size()) != as_bytes(y).view(-1, x.element_size())).any(
         1

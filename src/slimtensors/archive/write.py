@@ -1,37 +1,165 @@
-"""Write archives: save, or tell what saving would give."""
+"""Write archives: collect what to store, choose plans, encode, and write."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from slimtensors import dialects, presets
+from slimtensors.archive import dialects
+from slimtensors.archive.dialects import KEY, Dialect, FileManifest, PackedTensor
 from slimtensors.archive.read import Archive, Progress
-from slimtensors.archive.state import Item, State, as_state
-from slimtensors.archive.workers import Workers
-from slimtensors.codecs import Dense, TorchQuantized
-from slimtensors.container import (
+from slimtensors.archive.summary import Summary, TensorSummary
+from slimtensors.archive.tree import flatten
+from slimtensors.codecs import Dense, TorchQuantized, presets
+from slimtensors.codecs.plan import Encoded, Plan
+from slimtensors.codecs.presets import Choice, Chooser
+from slimtensors.errors import ConfigError, UnsupportedTensorError
+from slimtensors.parallel import Each, Workers
+from slimtensors.storage import (
     FileOutput,
     FolderOutput,
-    LocalPlace,
+    LocalLocation,
+    Location,
     Output,
-    Piece,
-    Place,
+    RemoteLocation,
     RemoteOutput,
-    RemotePlace,
     StrPath,
+    TensorBytes,
+    check_name,
+    locate,
     parse_size,
-    place,
 )
-from slimtensors.dialects import KEY, Dialect, Manifest, Packed
-from slimtensors.errors import ConfigError, UnsupportedTensorError
-from slimtensors.plan import Encoded, Plan
-from slimtensors.presets import Choice, Chooser
-from slimtensors.spec import Each, dtype_name
-from slimtensors.summary import Stored, Summary
+from slimtensors.tensor import Json, Spec, check_storable, dtype_name, to_cpu
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to be written, read or computed only when its turn comes."""
+
+    name: str
+    spec: Spec
+    read: Callable[[Each], Tensor | Encoded | PackedTensor | None]
+    """Returns it in main memory; none if it turns out that there is nothing to store.
+
+    What is encoded already, or even ready to be written, is stored in that form.
+    """
+    runs_from_file: bool = False
+    """Whether its parts may be used where they lie in the file, as if in memory."""
+    always_blob: bool = False
+    """Whether other readers must never take it for the tensor of its name."""
+
+
+@dataclass(frozen=True)
+class ArchiveSource:
+    """Everything that goes into an archive."""
+
+    items: Sequence[TensorSource]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Names that stand for one of the items."""
+    tree: Json | None = None
+    """What is not a tensor, as `slimtensors.tree` outlines it."""
+    delta: Mapping[str, Any] | None = None
+    """How the tensors differ from those of a base; complete once all items have been read."""
+
+    def __post_init__(self) -> None:
+        for name in (*(item.name for item in self.items), *self.tied):
+            check_name(name)
+
+
+def as_source(tensors: Mapping[str, Any] | Archive) -> ArchiveSource:
+    """Check that all of it can be stored, and return it."""
+    return _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
+
+
+def _archived(archive: Archive) -> ArchiveSource:
+    def item(name: str) -> TensorSource:
+        return TensorSource(name, archive.spec(name), lambda each: archive.load_one(name, each))
+
+    archive.check_whole()
+    tied = archive.tied()
+    return ArchiveSource([item(name) for name in archive if name not in tied], tied, archive.tree)
+
+
+def given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> ArchiveSource:
+    """Return a state of these tensors; those that are the same memory are stored once."""
+
+    def item(name: str, x: Tensor) -> TensorSource:
+        return TensorSource(name, Spec.of(x), lambda each: to_cpu(x))
+
+    items: list[TensorSource] = []
+    tied: dict[str, str] = {}
+    homes: dict[object, str] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Encoded):
+            items.append(_encoded(name, value))
+            continue
+        home = homes.setdefault(_memory(name, value), name)
+        if home != name:
+            tied[name] = home
+        elif isinstance(value, Tensor) and (kind := _kind_of(value)):
+            items.append(_own_form(name, value, kind))
+        else:
+            items.append(item(name, value))
+    return ArchiveSource(items, tied, tree)
+
+
+def _encoded(name: str, value: Encoded) -> TensorSource:
+    for path, leaf in value.leaves():
+        check_storable(f"{name}: {path}", leaf)
+    return TensorSource(name, value.spec, lambda each: value, runs_from_file=True)
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """A tensor subclass that is stored in a form of its own."""
+
+    parts: Callable[[Any], Iterable[tuple[str, Tensor]]]
+    """Returns its plain tensors by name."""
+    encode: Callable[[Any], Encoded | None]
+    """Returns the form to store, or None to store the dense values."""
+    dense: Callable[[Any], Tensor]
+
+
+_KINDS: dict[type[Tensor], TensorKind] = {}
+
+
+def register_tensor_kind(cls: type[Tensor], kind: TensorKind) -> None:
+    """Let archives store tensors of this class."""
+    _KINDS[cls] = kind
+
+
+def _kind_of(x: Tensor) -> TensorKind | None:
+    if type(x) is Tensor or type(x) is nn.Parameter:
+        return None
+    return next((kind for cls, kind in _KINDS.items() if isinstance(x, cls)), None)
+
+
+def _own_form(name: str, x: Tensor, kind: TensorKind) -> TensorSource:
+    encoded = kind.encode(x)
+    if encoded is None:
+        spec = Spec(x.dtype, tuple(x.shape))
+        return TensorSource(name, spec, lambda each: to_cpu(kind.dense(x)))
+    return _encoded(name, encoded)
+
+
+def _memory(name: str, value: Tensor) -> object:
+    """Check that a tensor can be stored, and return a key that tied tensors share."""
+    kind = _kind_of(value)
+    if kind is None:
+        return memory_view(check_storable(name, value))
+    leaves = [check_storable(f"{name}: {path}", leaf) for path, leaf in kind.parts(value)]
+    return value.dtype, *map(memory_view, leaves)
+
+
+def memory_view(x: Tensor) -> object:
+    """Return what two tensors have in common if and only if they are the same memory."""
+    if x.numel() == 0:
+        return object()
+    return (x.data_ptr(), x.device, x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
+
 
 _DESCRIBED = 256
 """Bytes that say how a tensor differs from another one."""
@@ -64,7 +192,7 @@ def save(
     stored in that form, whatever the preset.
     """
     return write(
-        as_state(tensors),
+        as_source(tensors),
         path,
         preset=presets.default(dialect) if preset is None else preset,
         dialect=dialect,
@@ -84,7 +212,7 @@ def estimate(
     progress: Progress | None = None,
 ) -> Summary:
     """Tell what `save` would store, without writing anything."""
-    state, how = as_state(tensors), dialects.find(dialect)
+    state, how = as_source(tensors), dialects.find(dialect)
     choose = presets.find(presets.default(dialect) if preset is None else preset)
     with Workers(threads) as workers:
         done = _encode_all(state, choose, how, workers, progress, lambda pieces: None)
@@ -92,7 +220,7 @@ def estimate(
 
 
 def write(
-    state: State,
+    state: ArchiveSource,
     path: StrPath,
     *,
     preset: str | Plan | Chooser,
@@ -116,7 +244,7 @@ def write(
 
 
 def write_out(
-    state: State,
+    state: ArchiveSource,
     path: StrPath,
     *,
     preset: str | Plan | Chooser,
@@ -128,7 +256,7 @@ def write_out(
 ) -> "Written":
     """Do what `write` does, and return all that is known of what was written."""
     choose, how = presets.find(preset), dialects.find(dialect)
-    where = place(path, storage_options=storage_options)
+    where = locate(path, storage_options=storage_options)
     with Workers(threads) as workers, _output(where, max_shard_size, state, how) as output:
         done = _encode_all(state, choose, how, workers, progress, output.add)
         order = [piece.name for result in done for piece in result.pieces]
@@ -142,12 +270,12 @@ def write_out(
 class Done:
     """A tensor ready to be written, and how."""
 
-    item: Item
-    packed: Packed
+    item: TensorSource
+    packed: PackedTensor
     note: str
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[TensorBytes]:
         """What it is in the file."""
         return self.packed.pieces
 
@@ -174,9 +302,9 @@ class Written:
         ]
         return Summary([*tensors.values(), *aliases], sorted(set(self.homes.values())))
 
-    def _stored(self, done: Done) -> Stored:
+    def _stored(self, done: Done) -> TensorSummary:
         spec, packed = done.item.spec, done.packed
-        return Stored(
+        return TensorSummary(
             done.item.name,
             dtype_name(spec.dtype),
             spec.shape,
@@ -191,18 +319,18 @@ class Written:
 
 
 def _encode_all(
-    state: State,
+    state: ArchiveSource,
     choose: Chooser,
     how: Dialect,
     workers: Workers,
     progress: Progress | None,
-    put: Callable[[Sequence[Piece]], None],
+    put: Callable[[Sequence[TensorBytes]], None],
 ) -> list[Done]:
     """Encode every tensor, hand its pieces to `put`, and return what was done in given order."""
     for item in state.items:
         how.check(item.name, item.spec)
 
-    def one(item: Item) -> Done:
+    def one(item: TensorSource) -> Done:
         return _encode(item, choose, how, workers.each)
 
     # Largest items first, so that all tensors lie aligned although nothing pads them.
@@ -227,11 +355,11 @@ def _encode_all(
     return [done[item.name] for item in state.items]
 
 
-def _encode(item: Item, choose: Chooser, how: Dialect, each: Each) -> Done:
+def _encode(item: TensorSource, choose: Chooser, how: Dialect, each: Each) -> Done:
     x = item.read(each)
     if x is None:
-        return Done(item, Packed([], None), "")
-    if isinstance(x, Packed):
+        return Done(item, PackedTensor([], None), "")
+    if isinstance(x, PackedTensor):
         return Done(item, x, "")
     try:
         if isinstance(x, Encoded):
@@ -268,11 +396,13 @@ def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
     return choice
 
 
-def _size(pieces: Sequence[Piece]) -> int:
+def _size(pieces: Sequence[TensorBytes]) -> int:
     return sum(piece.spec.nbytes for piece in pieces)
 
 
-def _output(where: Place, max_shard_size: int | str | None, state: State, how: Dialect) -> Output:
+def _output(
+    where: Location, max_shard_size: int | str | None, state: ArchiveSource, how: Dialect
+) -> Output:
     # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
     # dialect makes of one; the outline of the rest, as text in text; and as much for each tensor
     # that is a difference as most need. Too low an estimate costs time, too high a few bytes.
@@ -290,9 +420,9 @@ def _output(where: Place, max_shard_size: int | str | None, state: State, how: D
         reserve = -(-reserve // _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
     is_folder = limit is not None or where.is_folder()
-    if isinstance(where, RemotePlace):
+    if isinstance(where, RemoteLocation):
         return RemoteOutput(where, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
-    assert isinstance(where, LocalPlace)
+    assert isinstance(where, LocalLocation)
     if is_folder:
         return FolderOutput(where.path, max_shard_size=limit, reserve=reserve)
     return FileOutput(where.path, reserve=reserve)
@@ -300,7 +430,7 @@ def _output(where: Place, max_shard_size: int | str | None, state: State, how: D
 
 def _describe(
     dialect: str,
-    state: State,
+    state: ArchiveSource,
     done: Sequence[Done],
     order: Sequence[str],
     names: Sequence[str],
@@ -311,7 +441,7 @@ def _describe(
     here = set(names)
     homes = {result.item.name for result in done if here & {p.name for p in result.pieces}}
     is_first = names[:1] == order[:1]
-    manifest = Manifest(
+    manifest = FileManifest(
         dialect,
         [checksums[name] for name in names],
         tied={name: home for name, home in state.tied.items() if home in homes},

@@ -1,11 +1,7 @@
 """Training checkpoints: small, exact to resume, safe."""
 
-from slimtensors.checkpoint import io, rng
-from slimtensors.checkpoint.filters import Filter
-from slimtensors.checkpoint.io import Saved, flatten, load_checkpoint, save_checkpoint
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
-from slimtensors.checkpoint.profiles import PROFILES, Profile
-from slimtensors.checkpoint.roles import About
+from slimtensors.checkpoint.policy import PROFILES, Filter, Profile, RoleInfo
 from slimtensors.checkpoint.run import (
     Point,
     RunVerification,
@@ -17,6 +13,9 @@ from slimtensors.checkpoint.run import (
     verify_run,
 )
 from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
+from slimtensors.checkpoint.store import Saved, flatten, load_checkpoint, save_checkpoint
+
+About = RoleInfo  # its name in version 0.1
 
 __all__ = [
     "PROFILES",
@@ -25,19 +24,18 @@ __all__ = [
     "Filter",
     "Point",
     "Profile",
+    "RoleInfo",
     "RunVerification",
     "Saved",
     "build_checkpoint",
     "checkpointing",
     "flatten",
-    "io",
     "is_run",
     "load_checkpoint",
     "points",
     "remove_checkpoint",
     "repair_run",
     "restore_checkpoint",
-    "rng",
     "save_checkpoint",
     "state_file",
     "verify_run",

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,35 +13,90 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from slimtensors.checkpoint.commit import remove_folder
-from slimtensors.checkpoint.io import FlatState, Saved, load_checkpoint, save_flat
-from slimtensors.checkpoint.keyframes import (
+from slimtensors.archive.tree import flatten
+from slimtensors.archive.write import memory_view
+from slimtensors.checkpoint.policy import Profile, find_profile
+from slimtensors.checkpoint.run import (
+    Point,
+    Retention,
     demote,
+    drop_incomplete,
     next_base,
+    points,
     resumable,
     saves_since_keyframe,
 )
-from slimtensors.checkpoint.profiles import Profile, find_profile
-from slimtensors.checkpoint.retention import Retention
-from slimtensors.checkpoint.run import Point, drop_incomplete, points
-from slimtensors.checkpoint.snapshot import Snapshot
-from slimtensors.checkpoint.state import (
-    Checkpoint,
-    Stateful,
-    build_checkpoint,
-    restore_checkpoint,
-)
-from slimtensors.container import StrPath, local
+from slimtensors.checkpoint.state import Checkpoint, Stateful, build_checkpoint, restore_checkpoint
+from slimtensors.checkpoint.store import FlatState, Saved, load_checkpoint, save_flat
 from slimtensors.errors import ConfigError, FormatError, MismatchError
-from slimtensors.lock import locked
+from slimtensors.storage import StrPath, local_path
+from slimtensors.storage.atomic import lock_folder, remove_folder
+from slimtensors.tensor import Spec, allocate, as_bytes, check_storable, to_cpu
+
+_USUAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8}
+
+
+class Snapshot:
+    """Memory for one copy of a state, pinned where it comes from a CUDA device."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Any]) -> FlatState:
+        """Copy all tensors of a state; what was taken before is overwritten."""
+        found, tree = flatten(state)
+        tensors = {name: check_storable(name, value) for name, value in found.items()}
+        at = Counter(x.data_ptr() for x in tensors.values())
+        copies: dict[object, Tensor] = {}
+        taken: dict[str, Tensor] = {}
+        todo: list[tuple[Tensor, Tensor]] = []
+        for name, x in tensors.items():
+            # What is tied stays tied; that most are not, their addresses tell sooner.
+            key = memory_view(x) if at[x.data_ptr()] > 1 else name
+            if key not in copies:
+                copies[key] = self._room(name, x)
+                todo.append((copies[key], x))
+            taken[name] = copies[key]
+        # After the loop: copying leaves nothing in the caches that it could use.
+        _copy_all(todo)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._held = taken
+        return FlatState(taken, tree, state)
+
+    def _room(self, name: str, x: Tensor) -> Tensor:
+        """Return memory for a copy: what was used before, if it still fits."""
+        if x.is_quantized:
+            return x.detach().cpu().clone()  # an empty one would lack the scales
+        copy = self._held.get(name)
+        if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
+            return _pinned(x) if x.is_cuda else allocate(Spec.of(x))
+        return copy
+
+
+@torch.no_grad()
+def _copy_all(todo: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each second tensor into the first, the usual ones in one call: a state has hundreds."""
+    usual = [pair for pair in todo if pair[1].dtype in _USUAL or pair[1].is_cuda]
+    if usual:
+        targets, sources = map(list, zip(*usual, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    for copy, x in todo:
+        if not (x.dtype in _USUAL or x.is_cuda or x.is_quantized):
+            as_bytes(copy).copy_(as_bytes(to_cpu(x)))  # as bytes: some dtypes have no copy kernel
+
+
+def _pinned(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingObjects:
     """The objects whose state is kept."""
 
     model: nn.Module
@@ -79,7 +135,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckpointOptions:
     """How a loop saves."""
 
     every: int
@@ -145,9 +201,9 @@ def checkpointing(
     if how.is_model_only:
         raise ConfigError(f"profile {how.name!r} cannot be resumed from; use keep_history")
     return Checkpointing(
-        local(run),
-        Trained(model, optimizer, scheduler, scaler, dataloader, extra),
-        Options(
+        local_path(run),
+        TrainingObjects(model, optimizer, scheduler, scaler, dataloader, extra),
+        CheckpointOptions(
             every=every,
             retention=Retention(keep_last, keep_every, keep_best, best_is),
             keep_history=keep_history,
@@ -166,7 +222,12 @@ class Checkpointing:
     """A training loop's checkpoints, from entering the `with` block to leaving it."""
 
     def __init__(
-        self, run: Path, trained: Trained, options: Options, *, start: int | None = None
+        self,
+        run: Path,
+        trained: TrainingObjects,
+        options: CheckpointOptions,
+        *,
+        start: int | None = None,
     ) -> None:
         self.run = run
         self.start = start or 0
@@ -186,7 +247,7 @@ class Checkpointing:
     def __enter__(self) -> Self:
         self.run.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            stack.enter_context(locked(self.run))
+            stack.enter_context(lock_folder(self.run))
             drop_incomplete(self.run)
             self._resume()
             self._pool = ThreadPoolExecutor(1, "slimtensors-checkpoint")

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slimtensors.container import LocalPlace, open_file, write_json
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
-from slimtensors.spec import Json
+from slimtensors.storage import LocalLocation, open_file, write_json
+from slimtensors.tensor import Json
 
 MANIFEST = "checkpoint.json"
 STATE = "state.safetensors"
@@ -18,7 +18,7 @@ _FORMAT = "slimtensors checkpoint"
 
 
 @dataclass(frozen=True)
-class Base:
+class CheckpointBase:
     """The checkpoint that a delta needs."""
 
     name: str
@@ -27,7 +27,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint is."""
 
     id: str
@@ -39,7 +39,7 @@ class Manifest:
     bytes: int
     created: str
     metrics: Mapping[str, float] = field(default_factory=dict)
-    base: Base | None = None
+    base: CheckpointBase | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative RMS error of each tensor that is not exact."""
 
@@ -49,12 +49,12 @@ class Manifest:
         return "full" if self.base is None else "delta"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write the file that makes a checkpoint complete."""
     write_json(folder / MANIFEST, {"format": _FORMAT, "version": VERSION, **asdict(manifest)})
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read what a checkpoint says of itself."""
     path = folder / MANIFEST
     try:
@@ -80,18 +80,18 @@ def content_id(path: Path) -> str:
 
     Every stored tensor has a checksum in the header, or in its own first bytes.
     """
-    file = open_file(LocalPlace(path))
+    file = open_file(LocalLocation(path))
     found = hashlib.sha256(file.text)
     for entry in file.header.entries.values():
         found.update(file.read(entry, 16))
     return found.hexdigest()[:32]
 
 
-def _parsed(data: Json) -> Manifest:
+def _parsed(data: Json) -> CheckpointManifest:
     if data.get("format") != _FORMAT:
         raise CorruptFileError("is not the description of a checkpoint")
     if data["version"] > VERSION:
         raise UnsupportedVersionError(f"has version {data['version']}; update slimtensors")
     known: dict[str, Any] = {k: v for k, v in data.items() if k not in ("format", "version")}
     base = known.pop("base")
-    return Manifest(**known, base=Base(**base) if base is not None else None)
+    return CheckpointManifest(**known, base=CheckpointBase(**base) if base is not None else None)

@@ -1,4 +1,4 @@
-"""Runs: folders of checkpoints, of which some need others."""
+"""Runs: folders of checkpoints; keyframes, retention, verification and repair."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,18 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimtensors import archive
-from slimtensors.checkpoint.commit import leftovers, remove_folder
 from slimtensors.checkpoint.manifest import (
     STATE,
-    Manifest,
+    CheckpointManifest,
     content_id,
     is_checkpoint,
     read_manifest,
 )
-from slimtensors.checkpoint.reading import StoredState
-from slimtensors.container import StrPath, local
+from slimtensors.checkpoint.store import FlatState, Saved, StoredState, save_flat
 from slimtensors.errors import ConfigError, FormatError, MismatchError
-from slimtensors.lock import locked
+from slimtensors.storage import StrPath, local_path
+from slimtensors.storage.atomic import find_leftovers, lock_folder, remove_folder
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Point:
     """A complete checkpoint of a run."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def name(self) -> str:
@@ -56,7 +55,7 @@ def state_file(path: StrPath) -> StrPath:
 
 def points(run: StrPath) -> list[Point]:
     """List the complete checkpoints of a run, the newest last."""
-    found = [Point(folder, m) for folder in _folders(local(run)) if (m := _manifest(folder))]
+    found = [Point(folder, m) for folder in _folders(local_path(run)) if (m := _manifest(folder))]
     return sorted(found, key=lambda point: point.order)
 
 
@@ -77,7 +76,7 @@ def needed(names: Iterable[str], among: Sequence[Point]) -> set[str]:
 
 def remove_checkpoint(path: StrPath) -> None:
     """Remove a checkpoint, unless another one in its run needs it."""
-    folder = local(path)
+    folder = local_path(path)
     read_manifest(folder)
     for point in points(folder.parent):
         base = point.manifest.base
@@ -102,7 +101,7 @@ class RunVerification:
 
 def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
     """Read every checkpoint of a run, and check all checksums and that all bases are there."""
-    folder = local(run)
+    folder = local_path(run)
     found = points(folder)
     damaged = {}
     for point in found:
@@ -117,8 +116,8 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
 
 def repair_run(run: StrPath) -> list[str]:
     """Remove what interrupted saves have left, and return the names; damaged ones stay."""
-    folder = local(run)
-    with locked(folder):
+    folder = local_path(run)
+    with lock_folder(folder):
         return drop_incomplete(folder)
 
 
@@ -145,7 +144,7 @@ def _folders(run: Path) -> Iterator[Path]:
     yield from (p for p in sorted(run.iterdir()) if p.is_dir() and not p.name.startswith("."))
 
 
-def _manifest(folder: Path) -> Manifest | None:
+def _manifest(folder: Path) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
     except FormatError:
@@ -154,7 +153,104 @@ def _manifest(folder: Path) -> Manifest | None:
 
 def _incomplete(run: Path) -> Iterator[Path]:
     """Yield temporary folders, and those with tensors that no description makes a checkpoint."""
-    yield from leftovers(run)
+    yield from find_leftovers(run)
     for folder in _folders(run):
         if (folder / STATE).exists() and _manifest(folder) is None:
             yield folder
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keep the last ones, every n-th step and the best; without any of these, all."""
+
+    last: int | None = None
+    every: int | None = None
+    best: str | None = None
+    """The metric by which one is the best."""
+    best_is: str = "min"
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.last), ("keep_every", self.every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name} must be a number from 1, got {value!r}")
+        if self.best_is not in ("min", "max"):
+            raise ConfigError(f"best_is must be 'min' or 'max', got {self.best_is!r}")
+
+    def kept(self, points: Sequence[Point]) -> set[str]:
+        """Return the names to keep, those included that others need. The newest always stays."""
+        if self.last is None and self.every is None and self.best is None:
+            return {point.name for point in points}
+        keep = [point.name for point in points[-(self.last or 1) :]]
+        if self.every is not None:
+            steps = ((point, point.manifest.step) for point in points)
+            keep += [p.name for p, step in steps if step is not None and step % self.every == 0]
+        if self.best is not None:
+            keep += self._best(points, self.best)
+        return needed(keep, points)
+
+    def _best(self, points: Sequence[Point], metric: str) -> list[str]:
+        sign = 1 if self.best_is == "min" else -1
+        rated = [
+            (sign * point.manifest.metrics[metric], point.name)
+            for point in points
+            if metric in point.manifest.metrics
+        ]
+        return [min(rated)[1]] if rated else []
+
+
+HISTORY = "history"
+_TOO_LARGE = 0.85
+"""A delta that takes more than this of its keyframe is no longer worth needing another file."""
+_HISTORY_GROUP = 8
+
+
+def resumable(points: Sequence[Point]) -> list[Point]:
+    """Return the checkpoints that hold all that training needs."""
+    return [point for point in points if point.manifest.profile != HISTORY]
+
+
+def next_base(points: Sequence[Point], how: str | None, since: int, every: int) -> Point | None:
+    """Choose the base of the next checkpoint; none if it is to stand alone.
+
+    `auto`: the last one that stands alone, unless there have been `every` saves `since` it or
+    deltas have grown too large. `chain`: the last one, as long as the chain is short enough.
+    """
+    found = resumable(points)
+    full = [point for point in found if point.manifest.base is None]
+    if how is None or not full or since + 1 >= every:
+        return None
+    if how == "chain":
+        return found[-1]
+    is_delta = found[-1].manifest.base is not None
+    if is_delta and found[-1].manifest.bytes > _TOO_LARGE * full[-1].manifest.bytes:
+        return None
+    return full[-1]
+
+
+def saves_since_keyframe(points: Sequence[Point]) -> int:
+    """Count the checkpoints after the last one that stands alone."""
+    full = [i for i, point in enumerate(points) if point.manifest.base is None]
+    return len(points) - 1 - full[-1] if full else 0
+
+
+def demote(point: Point, points: Sequence[Point], *, threads: int | None = None) -> Saved:
+    """Replace a checkpoint by its weights in bf16, as a difference from another such if there is.
+
+    The small one is complete before the old one goes.
+    """
+    state = FlatState.of(StoredState(point.path).load_state(threads=threads))
+    path = point.path.with_name(f"{point.name}-{HISTORY}")
+    base = _history_base(points)
+    saved = save_flat(
+        state, path, base=base.path if base else None, profile=HISTORY, threads=threads
+    )
+    remove_folder(point.path)
+    return saved
+
+
+def _history_base(points: Sequence[Point]) -> Point | None:
+    found = [point for point in points if point.manifest.profile == HISTORY]
+    alone = [i for i, point in enumerate(found) if point.manifest.base is None]
+    if not alone or len(found) - alone[-1] >= _HISTORY_GROUP:
+        return None
+    return found[alone[-1]]

@@ -1,13 +1,58 @@
-"""Training states: what a model, an optimizer and the rest hold, and how to put it back."""
+"""Training states: build, check and restore them."""
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slimtensors.checkpoint import rng
 from slimtensors.errors import ConfigError, MismatchError
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators, and of each CUDA device's."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.tensor(np.asarray(keys, dtype=np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def check_rng(state: Mapping[str, Any]) -> None:
+    """Raise if this machine has not the generators that `state` is of."""
+    wanted = len(state.get("cuda", ()))
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted not in (0, have):
+        raise MismatchError(
+            f"rng: holds the random numbers of {wanted} CUDA devices, but there are {have}; "
+            "pass rng_state=False to go on with other ones"
+        )
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Let all generators go on where they were."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = numpy["keys"].numpy().astype(np.uint32)
+    kind, position = numpy["kind"], numpy["position"]
+    np.random.set_state((kind, keys, position, numpy["has_gauss"], numpy["cached"]))
+    torch.set_rng_state(state["torch"])
+    if state.get("cuda"):
+        torch.cuda.set_rng_state_all(state["cuda"])
+
 
 Checkpoint = dict[str, Any]
 
@@ -52,7 +97,7 @@ def build_checkpoint(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict() if optimizer else None,
         **{name: part.state_dict() if part else None for name, part in parts.items()},
-        "rng": rng.capture() if rng_state else None,
+        "rng": capture_rng() if rng_state else None,
         "layout": _layout(model, optimizer),
     }
     for name in checkpoint.keys() & (extra or {}):
@@ -84,7 +129,7 @@ def restore_checkpoint(
         _check_optimizer(checkpoint["optimizer"], optimizer)
     random = checkpoint.get("rng") if rng_state else None
     if random is not None:
-        rng.check(random)
+        check_rng(random)
     model.load_state_dict(checkpoint["model"])
     if optimizer is not None:
         _load_optimizer(optimizer, checkpoint["optimizer"])
@@ -92,7 +137,7 @@ def restore_checkpoint(
         if part is not None:
             part.load_state_dict(checkpoint[name])
     if random is not None:
-        rng.restore(random)
+        restore_rng(random)
 
 
 def _layout(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, list[str]]:

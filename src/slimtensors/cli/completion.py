@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from slimtensors import dialects, presets
+from slimtensors.archive import dialects
 from slimtensors.cli import console
-from slimtensors.quantization.presets import PRESETS as SCHEMES
+from slimtensors.codecs import presets
+from slimtensors.quantization.scheme import PRESETS as SCHEMES
 
 _VALUES: Mapping[str, Iterable[str]] = {
     "--preset": presets.PRESETS,

@@ -1,20 +1,28 @@
-"""What verbs have in common: options, progress, tables."""
+"""Shared by the verbs: options, progress, tables, several processes."""
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from slimtensors.archive import Archive
-from slimtensors.container import UNFINISHED, place
-from slimtensors.errors import ConfigError
-from slimtensors.spec import Json
-from slimtensors.tables import markdown as markdown
-from slimtensors.tables import table as table
+from slimtensors.errors import ConfigError, RankError, SlimError
+from slimtensors.folder.processes import (
+    TIMEOUT,
+    ProcessGroup,
+    SingleProcess,
+    TorchProcessGroup,
+    is_multi_process,
+    process_group_from_env,
+)
+from slimtensors.storage import INCOMPLETE, locate
+from slimtensors.tensor import Json
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -85,8 +93,8 @@ def print_json(data: Json) -> None:
 
 def refuse_existing(target: str, *, force: bool) -> None:
     """Raise unless `target` is free or may be replaced."""
-    where = place(target)
-    if not force and where.exists() and not where.child(UNFINISHED).exists():
+    where = locate(target)
+    if not force and where.exists() and not where.child(INCOMPLETE).exists():
         raise ConfigError(f"{target}: exists already; -f replaces it")
 
 
@@ -103,3 +111,67 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
         leave=False,
     ) as bar:
         yield bar.update
+
+
+def add_timeout(verb: argparse.ArgumentParser) -> None:
+    """Add how long to wait for others."""
+    verb.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="S",
+        help=f"under torchrun, give up a rank that does nothing for so long (default: {TIMEOUT:g})",
+    )
+
+
+@contextmanager
+def process_group(options: argparse.Namespace) -> Iterator[ProcessGroup]:
+    """Find the other processes, if there are any; when one fails, all end, and say why."""
+    if not is_multi_process():
+        yield SingleProcess()
+        return
+    if options.timeout <= 0:
+        raise ConfigError(f"--timeout must be a number of seconds, got {options.timeout:g}")
+    ranks = process_group_from_env(timeout=options.timeout)
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield ranks
+        ranks.leave()
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself, and first says why
+        _tell(ranks, error)
+        named = _named(error, ranks.rank)
+        raise named from error.__cause__
+    signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def rank_progress(total: int, what: str, ranks: ProcessGroup) -> Iterator[Callable[[int], object]]:
+    """Show a bar for the share of rank 0."""
+    if ranks.rank == 0:
+        with progress(total // ranks.count, what) as bar:
+            yield bar
+    else:
+        yield lambda nbytes: None
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise RankError("told to stop, as when another rank ends early; run it again to go on")
+
+
+def _tell(ranks: TorchProcessGroup, error: BaseException) -> None:
+    """Tell the others, unless it was they who failed."""
+    if not isinstance(error, RankError):
+        with suppress(RankError):
+            ranks.fail(error if str(error) else type(error).__name__)
+
+
+def _named(error: BaseException, rank: int) -> BaseException:
+    """Return an error that is meant for people with the rank that it happened to."""
+    if not isinstance(error, SlimError | OSError):
+        return error
+    text = f"rank {rank}: {error}"
+    if isinstance(error, OSError):
+        return OSError(text)
+    error.args = (text,)
+    return error

@@ -5,7 +5,7 @@ from typing import get_args
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
-from slimtensors.quantized_folder import Kind, Rewrite, convert_folder
+from slimtensors.folder.convert import Kind, Rewrite, convert_folder
 
 
 def add_to(verbs: "console.Verbs") -> None:

@@ -3,9 +3,9 @@
 import argparse
 
 from slimtensors.archive import Archive, Progress, save
+from slimtensors.archive.summary import Summary, count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.folder import check_globs, decompress_folder, is_model, matching
-from slimtensors.summary import Summary, counted, human
+from slimtensors.folder.compress import check_globs, decompress_folder, is_model, match_globs
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -28,7 +28,7 @@ def add_to(verbs: "console.Verbs") -> None:
 def run(options: argparse.Namespace) -> int:
     """Decompress, then say how large it is."""
     console.refuse_existing(options.output, force=options.force)
-    keep = matching(options.only, options.skip)
+    keep = match_globs(options.only, options.skip)
     with Archive(options.source) as archive:
         archive.check_whole()
         check_globs(archive, options.only + options.skip)
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
-        print(f"{counted(len(summary.tensors), 'tensor')}, {human(summary.stored_bytes)}")
+        print(f"{count_noun(len(summary.tensors), 'tensor')}, {format_bytes(summary.stored_bytes)}")
     return 0
 
 
@@ -48,7 +48,7 @@ def _decompress(options: argparse.Namespace, archive: Archive, bar: Progress) ->
         return decompress_folder(
             options.source,
             options.output,
-            keep=matching(options.only, options.skip),
+            keep=match_globs(options.only, options.skip),
             replace=options.force,
             threads=options.threads,
             progress=bar,

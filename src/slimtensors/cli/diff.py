@@ -4,11 +4,11 @@ import argparse
 from functools import partial
 
 from slimtensors.archive import Archive
+from slimtensors.archive.delta import diff
+from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.delta import diff
-from slimtensors.delta_folder import diff_folder
-from slimtensors.folder import is_model
-from slimtensors.summary import counted, human
+from slimtensors.folder.compress import is_model
+from slimtensors.folder.delta import diff_folder
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -43,8 +43,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
-        changed = counted(len(summary.tensors), "tensor")
+        changed = count_noun(len(summary.tensors), "tensor")
         size = summary.stored_bytes
         times = f", {total / size:.1f}x smaller than whole" if size else ""
-        print(f"{changed} changed: {human(size)}{times}")
+        print(f"{changed} changed: {format_bytes(size)}{times}")
     return 0

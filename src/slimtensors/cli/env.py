@@ -12,7 +12,7 @@ import torch
 import slimtensors
 from slimtensors import _core
 from slimtensors.cli import console
-from slimtensors.spec import Json
+from slimtensors.tensor import Json
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*\bextra == ['\"]([\w-]+)['\"])?")
 

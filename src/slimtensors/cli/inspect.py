@@ -1,19 +1,20 @@
-"""`slimtensors inspect`: what a file holds, and what each tensor costs."""
+"""`slimtensors inspect`: list the tensors of a file or folder and what each costs."""
 
 import argparse
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from slimtensors.archive import Archive
-from slimtensors.beside import read_config
+from slimtensors.archive.summary import Summary, TensorSummary, format_bytes, markdown, table
 from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
-from slimtensors.cli.card import card
-from slimtensors.container import is_distributed
 from slimtensors.errors import ConfigError
-from slimtensors.folder import check_globs, matching
+from slimtensors.folder.compress import check_globs, match_globs
+from slimtensors.folder.config_json import read_config
 from slimtensors.report import (
     Report,
     collect,
@@ -24,8 +25,45 @@ from slimtensors.report import (
     read_report,
     write_page,
 )
-from slimtensors.spec import Json
-from slimtensors.summary import Stored, Summary, human
+from slimtensors.storage import is_distributed
+from slimtensors.tensor import Json
+
+_CARD_HEAD = ("stored as", "tensors", "dense", "stored", "bits per weight", "largest error")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(summary: Summary, listing: str, config: Json) -> str:
+    """Return front matter for the hub, a table of sizes and errors, and the folded `listing`."""
+    kinds: dict[str, list[TensorSummary]] = defaultdict(list)
+    for tensor in summary.tensors:
+        kinds[tensor.codec.partition("(")[0]].append(tensor)
+    rows = [_card_row(kind, tensors) for kind, tensors in sorted(kinds.items()) if kind != "tied"]
+    every = _card_row("total", [t for t in summary.tensors if t.codec != "tied"])
+    table = markdown(_CARD_HEAD, [*rows, every], left=1)
+    folded = f"<details><summary>Every tensor</summary>\n\n{listing}\n\n</details>"
+    return f"{_front_matter(config)}\n\n{table}\n\n{folded}"
+
+
+def _front_matter(config: Json) -> str:
+    base = str(config.get("_name_or_path", ""))
+    named = f"base_model: {base}" if _HUB_NAME.fullmatch(base) else "# base_model: OWNER/NAME"
+    lines = [named, "base_model_relation: quantized", "tags:", "- slimtensors"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _card_row(kind: str, tensors: list[TensorSummary]) -> tuple[str, ...]:
+    items = sum(t.items for t in tensors)
+    stored = sum(t.stored_bytes for t in tensors)
+    errors = [t.error for t in tensors if t.error is not None]
+    return (
+        kind,
+        str(len(tensors)),
+        format_bytes(sum(t.dense_bytes for t in tensors)),
+        format_bytes(stored),
+        f"{8 * stored / items:.2f}" if items else "",
+        f"{max(errors):.2%}" if errors else "none",
+    )
+
 
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item", "bound")
 
@@ -72,16 +110,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
         return 0
-    layout = console.markdown if options.markdown else console.table
+    layout = markdown if options.markdown else table
     rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
     columns = len(_HEAD) if options.bound else len(_HEAD) - 1
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
-    print(card(summary, listing, read_config(options.source)) if options.markdown else listing)
+    print(
+        model_card(summary, listing, read_config(options.source)) if options.markdown else listing
+    )
     return 0
 
 
 def _archive(options: argparse.Namespace) -> Summary:
-    keep = matching(options.only, options.skip)
+    keep = match_globs(options.only, options.skip)
     with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
         kept = archive.select(name for name in archive if keep(name))
@@ -89,11 +129,11 @@ def _archive(options: argparse.Namespace) -> Summary:
 
 
 def _distributed(options: argparse.Namespace) -> Summary:
-    from slimtensors import distributed  # which takes its time to import torch's
+    from slimtensors.checkpoint import distributed  # which takes its time to import torch's
 
     if options.bound or options.markdown:
         raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
-    keep = matching(options.only, options.skip)
+    keep = match_globs(options.only, options.skip)
     summary = distributed.inspect(options.source)
     check_globs([t.name for t in summary.tensors], options.only + options.skip)
     return Summary([t for t in summary.tensors if keep(t.name)], summary.files)
@@ -134,7 +174,7 @@ def _collected(options: argparse.Namespace) -> Report:
         return collect(
             options.source,
             against=options.against,
-            keep=matching(options.only, options.skip),
+            keep=match_globs(options.only, options.skip),
             threads=options.threads,
             progress=bar,
         )
@@ -151,7 +191,7 @@ def _rows(summary: Summary, *, with_parts: bool) -> Iterator[tuple[str, ...]]:
         yield _row(tensor)
         for part, size in tensor.parts.items() if with_parts else ():
             bits = f"{8 * size / tensor.items:.2f}" if tensor.items else ""
-            yield (f"  {part}", "", "", "", human(size), "", bits, "")
+            yield (f"  {part}", "", "", "", format_bytes(size), "", bits, "")
 
 
 def _run_folder(options: argparse.Namespace) -> int:
@@ -162,7 +202,7 @@ def _run_folder(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json({"checkpoints": [_point_json(point) for point in found]})
         return 0
-    layout = console.markdown if options.markdown else console.table
+    layout = markdown if options.markdown else table
     print(layout(_RUN_HEAD, [_point_row(point) for point in found], left=4))
     return 0
 
@@ -175,7 +215,7 @@ def _point_row(point: Point) -> tuple[str, ...]:
     base = about.base.name if about.base else "-"
     step = "-" if about.step is None else str(about.step)
     age = _age(datetime.now(UTC) - datetime.fromisoformat(about.created))
-    return (point.name, about.kind, about.profile, base, step, human(about.bytes), age)
+    return (point.name, about.kind, about.profile, base, step, format_bytes(about.bytes), age)
 
 
 def _point_json(point: Point) -> Json:
@@ -202,21 +242,21 @@ def _age(passed: timedelta) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def _row(tensor: Stored) -> tuple[str, ...]:
+def _row(tensor: TensorSummary) -> tuple[str, ...]:
     return (
         tensor.name,
         tensor.dtype,
         "x".join(map(str, tensor.shape)) or "scalar",
         tensor.note if tensor.codec == "tied" else tensor.codec,
-        human(tensor.stored_bytes),
-        human(tensor.dense_bytes),
+        format_bytes(tensor.stored_bytes),
+        format_bytes(tensor.dense_bytes),
         f"{tensor.bits_per_item:.2f}",
         "" if tensor.bound is None else f"{tensor.bound:.2f}",
     )
 
 
 def _total(summary: Summary) -> tuple[str, ...]:
-    sizes = human(summary.stored_bytes), human(summary.dense_bytes)
+    sizes = format_bytes(summary.stored_bytes), format_bytes(summary.dense_bytes)
     tensors = [tensor for tensor in summary.tensors if tensor.codec != "tied"]
     items = sum(tensor.items for tensor in tensors) or 1
     bound = sum(tensor.items * (tensor.bound or 0) for tensor in tensors) / items

@@ -2,9 +2,9 @@
 
 import argparse
 
+from slimtensors.archive.summary import count_noun
 from slimtensors.checkpoint import repair_run
 from slimtensors.cli import console
-from slimtensors.summary import counted
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -28,5 +28,5 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for name in removed:
         print(name)
-    print(f"{counted(len(removed), 'incomplete checkpoint')} removed")
+    print(f"{count_noun(len(removed), 'incomplete checkpoint')} removed")
     return 0

@@ -3,12 +3,12 @@
 import argparse
 from functools import partial
 
+from slimtensors.archive.delta import as_archive, restore, restored_source
+from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.container import parse_size
-from slimtensors.delta import opened, restore, restored
-from slimtensors.delta_folder import restore_folder
-from slimtensors.folder import is_model
-from slimtensors.summary import counted, human
+from slimtensors.folder.compress import is_model
+from slimtensors.folder.delta import restore_folder
+from slimtensors.storage import parse_size
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Write the model, then say how large it is."""
     console.refuse_existing(options.output, force=options.force)
     parse_size(options.max_shard_size)
-    state = restored(opened(options.source), opened(options.base))
+    state = restored_source(as_archive(options.source), as_archive(options.base))
     total = sum(item.spec.nbytes for item in state.items)
     work = restore
     if is_model(options.source):
@@ -49,5 +49,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
-        print(f"{counted(len(summary.tensors), 'tensor')}, {human(summary.stored_bytes)}")
+        print(f"{count_noun(len(summary.tensors), 'tensor')}, {format_bytes(summary.stored_bytes)}")
     return 0

@@ -4,11 +4,11 @@ import argparse
 import sys
 
 from slimtensors.archive import Archive, Verification, verify
+from slimtensors.archive.summary import count_noun
 from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.cli import console
-from slimtensors.container import is_distributed
 from slimtensors.errors import ConfigError
-from slimtensors.summary import counted
+from slimtensors.storage import is_distributed
 
 
 def add_to(verbs: "console.Verbs") -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     if not options.json and found:
         same = f", the same as in {options.against}" if options.against else ""
-        print(f"all {counted(found.tensors, 'tensor')} whole{same}")
+        print(f"all {count_noun(found.tensors, 'tensor')} whole{same}")
     if found.damaged:
         return 3
     return 1 if found.different else 0
@@ -61,7 +61,7 @@ def _archive(options: argparse.Namespace) -> Verification:
 
 
 def _distributed(options: argparse.Namespace) -> Verification:
-    from slimtensors import distributed  # which takes its time to import torch's
+    from slimtensors.checkpoint import distributed  # which takes its time to import torch's
 
     if options.against:
         raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
@@ -87,5 +87,5 @@ def _run_folder(options: argparse.Namespace) -> int:
     for name in found.incomplete:
         print(f"slimtensors: {name}: is incomplete; repair removes it", file=sys.stderr)
     if not options.json and found:
-        print(f"all {counted(found.checkpoints, 'checkpoint')} whole")
+        print(f"all {count_noun(found.checkpoints, 'checkpoint')} whole")
     return 0 if found else 3

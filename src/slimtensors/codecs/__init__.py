@@ -7,9 +7,8 @@ from slimtensors.codecs.dense import Dense
 from slimtensors.codecs.density import Density
 from slimtensors.codecs.gaps import Gaps
 from slimtensors.codecs.huffman import Huffman
-from slimtensors.codecs.int_blocks import IntBlocks
-from slimtensors.codecs.integer import Int
-from slimtensors.codecs.registry import (
+from slimtensors.codecs.integer import Int, IntBlocks
+from slimtensors.codecs.protocol import (
     Chunked,
     Codec,
     Cut,

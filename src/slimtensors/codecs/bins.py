@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.pieces import in_groups, joined, room, times
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import (
+    chunk_groups,
+    concatenate,
+    empty_bytes,
+    register,
+    scale_slice,
+)
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 _CHUNK = _core.BINS_CHUNK
 _GROUP = 8
@@ -58,42 +63,46 @@ class Bins:
         items = as_bytes(x)
         widths = _widths(x, kind)
         count = items.numel() // kind.size
-        labels = room(-(-count // min(widths, default=count or 1)))
-        model = room(_core.bins_model_bound(widths))
+        labels = empty_bytes(-(-count // min(widths, default=count or 1)))
+        model = empty_bytes(_core.bins_model_bound(widths))
         model = model[: _core.bins_fit(items, *kind.known, widths, labels, model)]
         chunks = -(-count // _CHUNK)
-        groups = in_groups(chunks, _GROUP)
-        rows = room(_ROW * chunks)
+        groups = chunk_groups(chunks, _GROUP)
+        rows = empty_bytes(_ROW * chunks)
 
         def one(i: int) -> Tensor:
             some = groups[i]
-            piece = items[times(some, _CHUNK * kind.size)]
-            data = empty(Spec(torch.uint8, (piece.numel(),)))
+            piece = items[scale_slice(some, _CHUNK * kind.size)]
+            data = allocate(Spec(torch.uint8, (piece.numel(),)))
             first = some.start * _CHUNK
-            row = rows[times(some, _ROW)]
+            row = rows[scale_slice(some, _ROW)]
             used = _core.bins_encode(piece, *kind.known, first, labels, model, row, data)
             return data[:used]
 
         pieces = each(one, len(groups))
         if sum(piece.numel() for piece in pieces) + model.numel() > items.numel():
             model, pieces = model[:0], [items]
-            _core.bins_encode(items, *kind.known, 0, labels, model, rows, room(items.numel()))
+            _core.bins_encode(
+                items, *kind.known, 0, labels, model, rows, empty_bytes(items.numel())
+            )
         head = np.frombuffer(_HEAD.pack(model.numel()), np.uint8)
-        return {"stream": joined([torch.from_numpy(head.copy()), model, rows, *pieces])}
+        return {"stream": concatenate([torch.from_numpy(head.copy()), model, rows, *pieces])}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode groups of chunks side by side."""
         stream = _Stream.of(parts, like)
-        groups = in_groups(stream.chunks, _GROUP)
+        groups = chunk_groups(stream.chunks, _GROUP)
         places = stream.places(groups)
         size = places[-1].stop if places else 0
         if size != stream.data.numel():
             raise CorruptFileError(f"{stream.data.numel()} bytes of data, but chunks of {size}")
-        out = empty(like)
+        out = allocate(like)
         items = as_bytes(out)
 
         def one(i: int) -> None:
-            stream.decode(groups[i], places[i], items[times(groups[i], _CHUNK * stream.itemsize)])
+            stream.decode(
+                groups[i], places[i], items[scale_slice(groups[i], _CHUNK * stream.itemsize)]
+            )
 
         each(one, len(groups))
         return out
@@ -108,7 +117,7 @@ class Bins:
         step = _CHUNK * stream.itemsize // like.dtype.itemsize  # a complex number is two items
         some = slice(begin // step, -(-end // step))
         first, last = some.start * step, min(some.stop * step, like.numel)
-        out = empty(Spec(like.dtype, (last - first,)))
+        out = allocate(Spec(like.dtype, (last - first,)))
         stream.decode(some, stream.places([slice(0, some.start), some])[1], as_bytes(out))
         return out[begin - first : end - first]
 
@@ -193,7 +202,7 @@ class _Stream:
 
     def decode(self, chunks: slice, place: slice, items: Tensor) -> None:
         """Decode consecutive chunks that lie at `place`."""
-        rows, data = self.rows[times(chunks, _ROW)], self.data[place]
+        rows, data = self.rows[scale_slice(chunks, _ROW)], self.data[place]
         try:
             _core.bins_decode(rows, data, self.itemsize, chunks.start * _CHUNK, self.model, items)
         except ValueError as error:

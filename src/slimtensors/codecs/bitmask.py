@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 _CHUNK = 1 << 20
 """Items per piece of work: small enough for the cache, large enough to be worth a thread."""
@@ -35,7 +35,7 @@ class Bitmask:
     def encode_each(self, x: Tensor, each: Each) -> Parts:
         """Find the nonzero items, then gather them; every chunk on its own."""
         items = as_bytes(x)
-        mask, counts = find(items, x.element_size(), x.numel(), each)
+        mask, counts = find_nonzero(items, x.element_size(), x.numel(), each)
         values = gather(items, x.element_size(), x.numel(), mask, counts, each)
         return {"mask": mask.view(mask_shape(Spec.of(x))), "values": values.view(x.dtype)}
 
@@ -63,11 +63,11 @@ def mask_bytes(numel: int, row: int) -> int:
     return numel // row * -(-row // 8) if numel else 0
 
 
-def find(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
+def find_nonzero(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
     """Return the mask of nonzero items, and how many there are in each chunk of it."""
     numel = items.numel() // itemsize
-    mask = empty(Spec(torch.uint8, (mask_bytes(numel, row),)))
-    spans = chunks(numel, row)
+    mask = allocate(Spec(torch.uint8, (mask_bytes(numel, row),)))
+    spans = row_chunks(numel, row)
 
     def one(i: int) -> int:
         first, last, low, high = spans[i]
@@ -81,8 +81,8 @@ def gather(
     items: Tensor, itemsize: int, row: int, mask: Tensor, counts: list[int], each: Each
 ) -> Tensor:
     """Return the bytes of the items that `mask` selects; `counts` as `find` returned them."""
-    values = empty(Spec(torch.uint8, (sum(counts) * itemsize,)))
-    spans = chunks(items.numel() // itemsize, row)
+    values = allocate(Spec(torch.uint8, (sum(counts) * itemsize,)))
+    spans = row_chunks(items.numel() // itemsize, row)
     offsets = list(pairwise(accumulate(counts, initial=0)))
 
     def one(i: int) -> None:
@@ -105,12 +105,12 @@ def scatter(mask: Tensor, values: Tensor, like: Spec, row: int, each: Each) -> T
     itemsize = like.dtype.itemsize
     if mask.dtype is not torch.uint8 or mask.numel() != mask_bytes(like.numel, row):
         raise CorruptFileError(f"a mask of {mask.nbytes} bytes does not fit shape {like.shape}")
-    out = empty(like)
+    out = allocate(like)
     items = as_bytes(out)
     if like.numel <= _CHUNK:
         _scatter_chunk(mask, max(row, 1), values, itemsize, items)
         return out
-    spans = chunks(like.numel, row)
+    spans = row_chunks(like.numel, row)
     counts = each(lambda i: _core.popcount(mask[spans[i][2] : spans[i][3]]), len(spans))
     if sum(counts) * itemsize != values.numel():
         raise CorruptFileError(f"a mask of {sum(counts)} bits, but {values.numel()} value bytes")
@@ -138,7 +138,7 @@ def _scatter_chunk(mask: Tensor, row: int, values: Tensor, itemsize: int, items:
         raise CorruptFileError(str(error)) from error
 
 
-def chunks(numel: int, row: int) -> list[tuple[int, int, int, int]]:
+def row_chunks(numel: int, row: int) -> list[tuple[int, int, int, int]]:
     """Divide items into pieces: first and last item, first and last byte of the mask.
 
     A piece is a number of whole rows, or, in one long row, whole bytes of the mask.

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from slimtensors import _core
 from slimtensors.codecs import bitmask
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, as_bytes
 
 
 @register
@@ -66,7 +67,7 @@ def select(x: Tensor, row: int, each: Each) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"shape {tuple(x.shape)} cannot be 2:4: the last size must divide by 4")
     items = as_bytes(x)
     mask = select_mask(items, x.element_size(), row, each)
-    counts = [(last - first) // 2 for first, last, _, _ in bitmask.chunks(x.numel(), row)]
+    counts = [(last - first) // 2 for first, last, _, _ in bitmask.row_chunks(x.numel(), row)]
     values = bitmask.gather(items, x.element_size(), row, mask, counts, each)
     return mask, values.view(x.dtype)
 
@@ -76,7 +77,7 @@ def select_mask(items: Tensor, itemsize: int, row: int, each: Each) -> Tensor:
 
     Raise `ConfigError` when four neighbours have more than two nonzero items.
     """
-    mask, _ = bitmask.find(items, itemsize, row, each)
+    mask, _ = bitmask.find_nonzero(items, itemsize, row, each)
     bad = _core.mask24_fill(mask)
     if bad >= 0:
         raise ConfigError(f"is not 2:4: more than two nonzero items in group {bad}")

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Parts, Spec, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 
 @register
@@ -27,6 +26,6 @@ class Dense:
         data = parts["data"]
         if data.nbytes != like.nbytes:
             raise CorruptFileError(f"{data.nbytes} bytes of data where {like.nbytes} are needed")
-        out = empty(like)
+        out = allocate(like)
         as_bytes(out).copy_(as_bytes(data))
         return out

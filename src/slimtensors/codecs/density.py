@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.pieces import joined, room
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import concatenate, empty_bytes, register
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 _CHUNK = 1 << 18
 _NARROWEST, _WIDEST = 16, 1 << 15
@@ -48,12 +47,12 @@ class Density:
         layout = _Layout.of(Spec.of(x))
         rows, columns, chances = layout.room()
         _core.density_fit(mask, rows, columns, chances)
-        model = room(_core.density_model_bound(len(rows) + len(columns)))
+        model = empty_bytes(_core.density_model_bound(len(rows) + len(columns)))
         model = model[: _core.density_pack(rows, columns, chances, model)]
 
         def one(i: int) -> Tensor:
             piece = mask[layout.bytes_of(i)]
-            coded = room(piece.numel())
+            coded = empty_bytes(piece.numel())
             labels = rows[layout.rows_of(i)]
             return coded[: _core.density_encode(piece, labels, columns, chances, coded)]
 
@@ -63,7 +62,9 @@ class Density:
             for i, piece in enumerate(pieces)
         ]
         head = _HEAD.pack(model.numel()) + bytes(model.numpy()) + b"".join(entries)
-        return {"stream": joined([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])}
+        return {
+            "stream": concatenate([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])
+        }
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Read the classes, then decode the chunks on their own."""
@@ -77,7 +78,7 @@ class Density:
             raise CorruptFileError(f"{data.numel()} bytes of chunks where {ends[-1]} are announced")
         places = list(pairwise(ends))
         rows, columns, chances = layout.room()
-        out = empty(like)
+        out = allocate(like)
         mask = as_bytes(out)
 
         def one(i: int) -> None:
@@ -119,7 +120,7 @@ class _Layout:
 
     def room(self) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate the classes of rows, those of columns, and the chances of their pairs."""
-        return room(self.rows), room(8 * self.width), room(_PAIRS)
+        return empty_bytes(self.rows), empty_bytes(8 * self.width), empty_bytes(_PAIRS)
 
     def rows_of(self, chunk: int) -> slice:
         return slice(chunk * self.rows_per_chunk, (chunk + 1) * self.rows_per_chunk)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.pieces import joined
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import concatenate, register
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 _CHUNK = 1 << 17
 """Bytes per chunk, a mebibit: part of the format, because every chunk starts its gaps anew."""
@@ -45,7 +44,7 @@ class Gaps:
         if len(pieces) <= 1:
             return {"tokens": pieces[0] if pieces else mask}
         counts = torch.tensor([piece.numel() for piece in pieces], dtype=torch.int32)
-        return {"tokens": joined(pieces), "counts": counts}
+        return {"tokens": concatenate(pieces), "counts": counts}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode every chunk on its own."""
@@ -55,7 +54,7 @@ class Gaps:
             raise CorruptFileError(f"{tokens.numel()} gap tokens, but {sum(counts)} are announced")
         tokens = as_bytes(tokens)
         offsets = list(pairwise(accumulate(counts, initial=0)))
-        out = empty(like)
+        out = allocate(like)
         mask = as_bytes(out)
 
         def one(i: int) -> None:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.pieces import in_groups, times
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import chunk_groups, register, scale_slice
 from slimtensors.errors import CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 _CHUNK = _core.HUFFMAN_CHUNK
 _GROUP = 8
@@ -45,7 +44,7 @@ class Huffman:
         chunks = torch.empty((count, columns), dtype=torch.uint32)
         rows = as_bytes(chunks)
         codes = torch.empty(count * kind.code_bytes, dtype=torch.uint8)
-        groups = in_groups(count, _GROUP)
+        groups = chunk_groups(count, _GROUP)
 
         def survey(i: int) -> None:
             some = groups[i]
@@ -59,7 +58,7 @@ class Huffman:
 
         each(survey, len(groups))
         places = _places(chunks, groups)
-        data = empty(Spec(torch.uint8, (places[-1].stop if places else 0,)))
+        data = allocate(Spec(torch.uint8, (places[-1].stop if places else 0,)))
 
         def store(i: int) -> None:
             some = groups[i]
@@ -78,7 +77,7 @@ class Huffman:
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode groups of chunks side by side."""
         checked = _checked(parts, like)
-        out = empty(like)
+        out = allocate(like)
         _decode_all(*checked, out, each)
         return out
 
@@ -89,7 +88,7 @@ class Huffman:
     def cut(self, parts: Parts, like: Spec, every: int) -> list[Parts]:
         """Return the chunks of every so many items."""
         chunks, data = _checked(parts, like)
-        groups = in_groups(chunks.shape[0], every // self.step(like))
+        groups = chunk_groups(chunks.shape[0], every // self.step(like))
         places = _all_places(chunks, groups, data)
         return [
             {"chunks": chunks[some], "data": data[place]}
@@ -118,7 +117,7 @@ class Huffman:
         some = slice(begin // step, -(-end // step))
         first, last = some.start * step, min(some.stop * step, like.numel)
         place = _places(chunks, [slice(0, some.start), some])[1]
-        out = empty(Spec(like.dtype, (last - first,)))
+        out = allocate(Spec(like.dtype, (last - first,)))
         _decode(as_bytes(chunks[some]), data[place], kind, as_bytes(out))
         return out[begin - first : end - first]
 
@@ -142,13 +141,13 @@ class _Kind:
     # Where the bytes of some chunks lie.
 
     def items(self, chunks: slice) -> slice:
-        return times(chunks, _CHUNK * self.itemsize)
+        return scale_slice(chunks, _CHUNK * self.itemsize)
 
     def codes(self, chunks: slice) -> slice:
-        return times(chunks, self.code_bytes)
+        return scale_slice(chunks, self.code_bytes)
 
     def rows(self, chunks: slice) -> slice:
-        return times(chunks, 4 * (1 + self.itemsize))
+        return scale_slice(chunks, 4 * (1 + self.itemsize))
 
 
 @cache
@@ -195,7 +194,7 @@ def _decode_all(chunks: Tensor, data: Tensor, out: Tensor, each: Each) -> None:
     if chunks.shape[0] <= _GROUP:
         _decode(rows, data, kind, items)
         return
-    groups = in_groups(chunks.shape[0], _GROUP)
+    groups = chunk_groups(chunks.shape[0], _GROUP)
     places = _all_places(chunks, groups, data)
 
     def one(i: int) -> None:

@@ -1,5 +1,6 @@
-"""Floats rounded to small integers."""
+"""Floats rounded to 8-bit integers, with one scale per tensor, row or block."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import empty_bytes, register
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.memory import empty
-from slimtensors.spec import Each, Parts, Spec, as_bytes, dtype_name, serially
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, dtype_name, relative_distance
 
 _BY_CORE = (torch.bfloat16, torch.float16, torch.float32)
 _NO_ZEROS = torch.empty(0, dtype=torch.uint8)
@@ -61,7 +62,7 @@ class Int:
         if float(scale.min()) < torch.finfo(torch.float32).tiny:  # too coarse to stay within `top`
             q = (rows.float() / scale.view(-1, 1)).round().clamp(-top, top).to(torch.int8)
             return {"q": q.view(x.shape), "scale": scale}
-        q = empty(Spec(torch.int8, tuple(rows.shape)))
+        q = allocate(Spec(torch.int8, tuple(rows.shape)))
         codes, scales = _pieces(q), _scales(scale, len(pieces), rows)
 
         def round_off(i: int) -> None:
@@ -94,7 +95,7 @@ class Int:
             raise CorruptFileError(f"{scale.numel()} scales for {rows.shape[0]} rows")
         if like.dtype not in _BY_CORE or not like.numel:
             return (rows.float() * scale.view(-1, 1)).to(like.dtype).view(like.shape)
-        out = empty(like)
+        out = allocate(like)
         codes, items = _pieces(rows.contiguous()), _pieces(self._rows(out))
         scales = _scales(scale.flatten(), len(codes), rows)
 
@@ -141,3 +142,129 @@ def _largest(rows: Tensor) -> Tensor:
         as_bytes(rows), dtype_name(rows.dtype), columns, columns, as_bytes(low), as_bytes(high)
     )
     return torch.maximum(low.abs(), high.abs()).float()
+
+
+_LARGEST = 127
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NO_ZERO_POINTS = empty_bytes(0)
+_BLOCK_PIECE = 1 << 18
+"""Items per piece of work: enough to be worth a thread, few enough to stay in a cache."""
+
+
+@register
+@dataclass(frozen=True)
+class IntBlocks:
+    """Round floats to 8-bit integers, with a scale for each block of items. Lossy; zeros stay."""
+
+    name: ClassVar[str] = "int-blocks"
+    lossy: ClassVar[bool] = True
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if type(self.block) is not int or not 1 <= self.block <= 1 << 16 or (1 << 16) % self.block:
+            raise ConfigError(f"block must be a power of two up to 65536, got {self.block!r}")
+
+    def encode(self, x: Tensor) -> Parts:
+        """Return `q` (int8) and `scale` (float32)."""
+        return self.encode_each(x, serially)
+
+    def decode(self, parts: Parts, like: Spec) -> Tensor:
+        """Multiply back."""
+        return self.decode_each(parts, like, serially)
+
+    def encode_each(self, x: Tensor, each: Each) -> Parts:
+        """Round pieces of the tensor side by side."""
+        if not x.is_floating_point():
+            raise ConfigError(f"only floats can be rounded, not {x.dtype}")
+        items = _flat(x)
+        q = allocate(Spec(torch.int8, (items.numel(),)))
+        scale = torch.empty(self._blocks(items.numel()))
+
+        def one(i: int) -> None:
+            part, mine = items[_piece(i)], scale[self._scales(i)]
+            largest = largest_in_blocks(part, self.block).div_(_LARGEST)
+            if not torch.isfinite(largest).all():
+                raise ConfigError("holds NaN or infinity, which integers cannot say")
+            # The least normal number: below it, a quotient would overflow; such blocks become 0.
+            mine.copy_(largest.clamp_(min=torch.finfo(torch.float32).tiny))
+            _core.quantize(
+                as_bytes(part),
+                dtype_name(part.dtype),
+                "float32",
+                *self._layout(mine, part.numel()),
+                "int",
+                8,
+                as_bytes(q[_piece(i)]),
+            )
+
+        each(one, -(-items.numel() // _BLOCK_PIECE))
+        return {"q": q.view(x.shape), "scale": scale}
+
+    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
+        """Multiply pieces of the tensor side by side."""
+        q, scale = parts["q"], parts["scale"]
+        if Spec.of(q) != Spec(torch.int8, like.shape) or not like.dtype.is_floating_point:
+            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
+        if Spec.of(scale) != Spec(torch.float32, (self._blocks(like.numel),)):
+            raise CorruptFileError(f"scales of {Spec.of(scale)} do not fit a tensor of {like}")
+        out = allocate(like if like.dtype in _KERNEL_DTYPES else Spec(torch.float32, like.shape))
+        codes, items = q.reshape(-1), out.view(-1)
+
+        def one(i: int) -> None:
+            part = codes[_piece(i)]
+            _core.dequantize(
+                as_bytes(part),
+                "int",
+                8,
+                *self._layout(scale[self._scales(i)], part.numel()),
+                dtype_name(out.dtype),
+                as_bytes(items[_piece(i)]),
+            )
+
+        each(one, -(-like.numel // _BLOCK_PIECE))
+        return out.to(like.dtype)
+
+    def relative_error(self, parts: Parts, x: Tensor) -> float:
+        """Return how far the integers are from `x`, relative to it."""
+        if x.dtype not in _KERNEL_DTYPES or not x.numel():
+            return relative_distance(self.decode(parts, Spec.of(x)), x)
+        distance, whole = _core.rounding_loss(
+            as_bytes(x),
+            dtype_name(x.dtype),
+            as_bytes(parts["q"]),
+            "int",
+            8,
+            *self._layout(parts["scale"], x.numel()),
+        )
+        return math.sqrt(distance) / math.sqrt(whole) if whole else 0.0
+
+    def _blocks(self, items: int) -> int:
+        return -(-items // self.block)
+
+    def _scales(self, piece: int) -> slice:
+        return slice(piece * _BLOCK_PIECE // self.block, (piece + 1) * _BLOCK_PIECE // self.block)
+
+    def _layout(
+        self, scale: Tensor, items: int
+    ) -> tuple[Tensor, str, float, Tensor, tuple[int, int, int]]:
+        """Return what the core wants to know of scales: here a piece is one row."""
+        return as_bytes(scale), "float32", 1.0, _NO_ZERO_POINTS, (items, self.block, 1)
+
+
+def largest_in_blocks(x: Tensor, block: int) -> Tensor:
+    """Return the largest magnitude in each block; not finite where one holds what is not."""
+    items = _flat(x)
+    low, high = (items.new_empty(-(-items.numel() // block)) for _ in range(2))
+    if items.numel():
+        kind, row = dtype_name(items.dtype), items.numel()
+        _core.find_ranges(as_bytes(items), kind, row, block, as_bytes(low), as_bytes(high))
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (x if x.dtype in _KERNEL_DTYPES else x.float()).reshape(-1)
+
+
+def _piece(i: int) -> slice:
+    return slice(i * _BLOCK_PIECE, (i + 1) * _BLOCK_PIECE)

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slimtensors.codecs.registry import register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
-from slimtensors.spec import QUANTIZED, Parts, Spec
+from slimtensors.tensor import QUANTIZED_DTYPES, Parts, Spec
 
 _PER_TENSOR = torch.per_tensor_affine
 _PER_CHANNEL = (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
@@ -39,7 +39,7 @@ class TorchQuantized:
     def decode(self, parts: Parts, like: Spec) -> Tensor:
         """Put the integers, scales and zero points together."""
         q, scale, zero_point = parts["q"], parts["scale"], parts["zero_point"]
-        if Spec.of(q) != Spec(QUANTIZED[like.dtype], like.shape):
+        if Spec.of(q) != Spec(QUANTIZED_DTYPES[like.dtype], like.shape):
             raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
         q = q.clone()  # it may lie in the file's pages
         if not scale.is_floating_point() or zero_point.is_complex():

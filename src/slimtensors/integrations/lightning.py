@@ -9,13 +9,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from slimtensors.checkpoint import Point, load_checkpoint, points
-from slimtensors.checkpoint.commit import remove_folder, write_file
-from slimtensors.checkpoint.io import FlatState, save_flat
-from slimtensors.checkpoint.keyframes import next_base, saves_since_keyframe
-from slimtensors.checkpoint.profiles import Profile, find_profile
-from slimtensors.checkpoint.run import needed
-from slimtensors.container import local, replace_folder
+from slimtensors.checkpoint.policy import Profile, find_profile
+from slimtensors.checkpoint.run import needed, next_base, saves_since_keyframe
+from slimtensors.checkpoint.store import FlatState, save_flat
 from slimtensors.errors import ConfigError
+from slimtensors.storage import local_path, replace_folder
+from slimtensors.storage.atomic import remove_folder, write_file
 
 _UNWANTED = "unwanted"
 """A file in a checkpoint that was removed but is still needed."""
@@ -46,7 +45,7 @@ class SlimCheckpointIO(CheckpointIO):
         """Write a checkpoint; one of the same name is replaced when the new one is complete."""
         if storage_options is not None:
             raise ConfigError("SlimCheckpointIO knows no storage_options; leave them out")
-        target = local(path)
+        target = local_path(path)
         fresh = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None
         save_flat(
@@ -75,7 +74,7 @@ class SlimCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint now, or as soon as none needs it."""
-        target = local(path)
+        target = local_path(path)
         if not target.exists():
             return
         if not (target / _UNWANTED).exists():

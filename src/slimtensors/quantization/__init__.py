@@ -15,7 +15,7 @@ from slimtensors.quantization.config import QuantizationConfig, QuantizationStat
 from slimtensors.quantization.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
-    from slimtensors.quantization.algorithms import quantize_model
+    from slimtensors.layerwise.quantize import quantize_model
     from slimtensors.quantization.apply import (
         apply_quantization_config,
         compress_quantized_weights,
@@ -53,26 +53,26 @@ __all__ = [
     "sparse_weight",
 ]
 
-_TENSORS = "slimtensors.tensors"
+_RUNTIME = "slimtensors.runtime"
 _APPLY = "slimtensors.quantization.apply"
 _ON_DEMAND = {
     "Report": "slimtensors.quantization.state",
     "apply_quantization_config": _APPLY,
-    "coded_weight": _TENSORS,
+    "coded_weight": _RUNTIME,
     "compress_quantized_weights": _APPLY,
-    "decode_ahead": _TENSORS,
+    "decode_ahead": _RUNTIME,
     "decompress_quantized_weights": _APPLY,
-    "dequantize_": _TENSORS,
-    "float8_weight_only": _TENSORS,
+    "dequantize_": _RUNTIME,
+    "float8_weight_only": _RUNTIME,
     "freeze_module_quantization": _APPLY,
-    "get_model_size_in_bytes": _TENSORS,
-    "int4_weight_only": _TENSORS,
-    "int8_dynamic_activation_int8_weight": _TENSORS,
-    "int8_weight_only": _TENSORS,
-    "quantize_": _TENSORS,
-    "quantize_model": "slimtensors.quantization.algorithms",
-    "sparse_int8_weight": _TENSORS,
-    "sparse_weight": _TENSORS,
+    "get_model_size_in_bytes": _RUNTIME,
+    "int4_weight_only": _RUNTIME,
+    "int8_dynamic_activation_int8_weight": _RUNTIME,
+    "int8_weight_only": _RUNTIME,
+    "quantize_": _RUNTIME,
+    "quantize_model": "slimtensors.layerwise",
+    "sparse_int8_weight": _RUNTIME,
+    "sparse_weight": _RUNTIME,
 }
 """What is built upon what is here, or not needed to read files, and where it is."""
 

@@ -6,9 +6,15 @@ from torch import nn
 
 from slimtensors.errors import ConfigError, StatusError
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.hooks import attach, attach_compressed, remove
 from slimtensors.quantization.plans import Layer, find_layers
-from slimtensors.quantization.state import Quantization, Report, quantization_of
+from slimtensors.quantization.state import (
+    Quantization,
+    Report,
+    attach_compressed_hooks,
+    attach_hooks,
+    quantization_of,
+    remove_hooks,
+)
 
 
 def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> Report:
@@ -76,7 +82,7 @@ def compress_quantized_weights(module: nn.Module) -> None:
     for weight in state.plan.weights:
         delattr(module, weight.parameter)
     state.turn(QuantizationStatus.COMPRESSED)
-    attach_compressed(module, state)
+    attach_compressed_hooks(module, state)
 
 
 def decompress_quantized_weights(module: nn.Module) -> None:
@@ -84,7 +90,7 @@ def decompress_quantized_weights(module: nn.Module) -> None:
     state = quantization_of(module)
     if state is None or state.status is not QuantizationStatus.COMPRESSED:
         return
-    remove(state.compressed_hooks)
+    remove_hooks(state.compressed_hooks)
     for weight in state.plan.weights:
         dense = nn.Parameter(state.dense_weight(weight), requires_grad=False)
         module.register_parameter(weight.parameter, dense)
@@ -93,7 +99,7 @@ def decompress_quantized_weights(module: nn.Module) -> None:
 
 def _attached(layer: Layer, report: Report) -> Quantization:
     state = Quantization(layer.plan, report)
-    attach(layer.module, state)
+    attach_hooks(layer.module, state)
     return state
 
 

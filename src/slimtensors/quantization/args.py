@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.spec import DTYPES, Json, dtype_name
+from slimtensors.tensor import DTYPES, Json, dtype_name
 
 
 class QuantizationType(StrEnum):

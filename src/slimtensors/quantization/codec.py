@@ -1,4 +1,4 @@
-"""Quantized weights in the dialect `slim`: codes and params as parts of one codec."""
+"""Quantized weights in archives: a codec for `slim`, separate tensors for compressed-tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,15 +7,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from slimtensors.archive.dialects.compressed_tensors import CodecPacker, register_packer
+from slimtensors.archive.dialects.member import PackedTensor, plain_tensor_bytes
 from slimtensors.codecs import register
+from slimtensors.codecs.plan import Encoded, Plan, encode, plain_parts, relative_error
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.plan import Encoded, Plan, encode
-from slimtensors.quantization import fused
+from slimtensors.parallel import Each, serially
+from slimtensors.quantization import formats, kernels
 from slimtensors.quantization.affine import Params, find_params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationType
-from slimtensors.quantization.formats.format import check_params
-from slimtensors.quantization.formats.mx import exponents_of
-from slimtensors.spec import Each, Parts, Spec, serially
+from slimtensors.quantization.formats import check_params, exponents_of
+from slimtensors.tensor import Parts, Spec
 
 _KEPT = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -62,7 +64,7 @@ class Quantized:
         """Find the params, then round some rows at a time."""
         args = self.arguments
         params = find_params(x, args, each=each)
-        return self._parts(fused.compress(x, params, args, self._kind, each), params)
+        return self._parts(kernels.compress(x, params, args, self._kind, each), params)
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Multiply some rows at a time."""
@@ -73,8 +75,10 @@ class Quantized:
         )
         check_params(like.shape, params, args)
         if self._kind == "fp4" and not self.packed:
-            codes = fused.pack(codes, args, "fp4")
-        return fused.decompress(codes, self._kind, params, args, like.shape, each, dtype=like.dtype)
+            codes = kernels.pack_codes(codes, args, "fp4")
+        return kernels.decompress(
+            codes, self._kind, params, args, like.shape, each, dtype=like.dtype
+        )
 
     def encoded(
         self,
@@ -89,7 +93,7 @@ class Quantized:
         `dtype` is that of the dense weight, `then` what to do with each part.
         """
         plans = then or {}
-        parts = self._parts(fused.pack(codes, self.arguments, self._kind), params)
+        parts = self._parts(kernels.pack_codes(codes, self.arguments, self._kind), params)
         for unknown in plans.keys() - parts.keys():
             raise ConfigError(f"there is no part {unknown!r}, only {', '.join(parts)}")
         inner = {k: encode(plans[k], part) if k in plans else part for k, part in parts.items()}
@@ -105,14 +109,14 @@ class Quantized:
         """Return what `encoded` was given: codes, one per item, and params."""
         stored, scale = parts["q"], parts["scale"]
         if scale.dtype is torch.uint8:
-            scale = fused.powers_of(scale)
+            scale = kernels.powers_of(scale)
         kind = self._kind if self.packed or self._kind != "fp4" else "int"
-        codes = fused.unpack(stored, self.arguments, kind, columns)
+        codes = kernels.unpack_codes(stored, self.arguments, kind, columns)
         others = (parts.get(name) for name in ("zero_point", "global_scale", "g_idx"))
         return codes, Params(scale, *others)
 
     @property
-    def _kind(self) -> fused.Kind:
+    def _kind(self) -> kernels.Kind:
         args = self.arguments
         if args.type is QuantizationType.FLOAT:
             return "fp4" if args.num_bits == 4 else "fp8"
@@ -121,7 +125,7 @@ class Quantized:
     def _parts(self, stored: Tensor, params: Params) -> Parts:
         args = self.arguments
         if self._kind == "fp4" and not self.packed:
-            stored = fused.unpack(stored, args, "fp4", 2 * stored.shape[-1])
+            stored = kernels.unpack_codes(stored, args, "fp4", 2 * stored.shape[-1])
         scale = params.scale
         if args.is_mx:
             scale = exponents_of(scale)
@@ -139,10 +143,10 @@ class Quantized:
     def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
         """Raise if parts do not make a tensor like this."""
         args = self.arguments
-        kind: fused.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
+        kind: kernels.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
             raise CorruptFileError(f"codes cannot stand for a tensor of {like}")
-        if Spec.of(codes) != fused.stored_spec(like.shape, args, kind):
+        if Spec.of(codes) != kernels.stored_spec(like.shape, args, kind):
             raise CorruptFileError(f"codes of {Spec.of(codes)} do not fit a tensor of {like}")
         if args.group_size and args.group_size > 0 and like.shape[-1] % args.group_size:
             raise CorruptFileError(f"groups of {args.group_size} do not fit a tensor of {like}")
@@ -159,3 +163,48 @@ class Quantized:
             raise CorruptFileError(
                 f"zero points are {args.zp_dtype or torch.int8}, not {zero.dtype}"
             )
+
+
+def pack_quantized(name: str, x: Tensor, codec: Quantized, each: Each) -> PackedTensor:
+    """Round a weight, and return what is stored of it."""
+    args, how = codec.arguments, formats.find(format_of(codec))
+    parts = how.compress(x, find_params(x, args, each=each), args, each)
+    return _packed(name, parts, codec, relative_error(Plan(codec), x), each)
+
+
+def pack_encoded_quantized(name: str, x: Encoded, codec: Quantized, each: Each) -> PackedTensor:
+    """Return what is stored of a weight that was rounded before."""
+    codes, params = codec.parsed(plain_parts(x, each), x.spec.shape[-1])
+    parts = formats.find(format_of(codec)).store(codes, params, codec.arguments)
+    return _packed(name, parts, codec, None, each)
+
+
+def format_of(codec: Quantized) -> str:
+    """Return the format that stores what this codec makes."""
+    args = codec.arguments
+    if args.type is QuantizationType.INT:
+        return "pack-quantized" if codec.packed else "int-quantized"
+    if args.num_bits == 4:
+        return "mxfp4-pack-quantized" if args.is_mx else "nvfp4-pack-quantized"
+    return "mxfp8-quantized" if args.is_mx else "float-quantized"
+
+
+def _packed(
+    name: str, parts: Mapping[str, Tensor], codec: Quantized, error: float | None, each: Each
+) -> PackedTensor:
+    layer, _, last = name.rpartition(".")
+    if last != "weight":
+        raise ConfigError("only what is called 'weight' has a quantized form in this dialect")
+    prefix = f"{layer}." if layer else ""
+    # Largest items first: as aligned as a format without padding allows.
+    order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
+    return PackedTensor(
+        [plain_tensor_bytes(prefix + suffix, parts[suffix].contiguous(), each) for suffix in order],
+        Plan(codec),
+        error,
+        {suffix: parts[suffix].nbytes for suffix in order},
+        is_one_tensor=False,
+    )
+
+
+register_packer(Quantized, CodecPacker(pack_quantized, pack_encoded_quantized))

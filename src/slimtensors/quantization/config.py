@@ -10,7 +10,7 @@ from typing import Any, Self
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.spec import Json
+from slimtensors.tensor import Json
 
 LAYOUT = "0.20.0"
 """The release of compressed-tensors whose layout of tensors and config we write."""

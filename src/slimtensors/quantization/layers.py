@@ -1,10 +1,49 @@
-"""Which layers hold weights that can be quantized, and how each weight is seen as a matrix."""
+"""Weights that can be quantized, in a model or by the names of a checkpoint's tensors."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from slimtensors.tensor import Spec
+
+_EMBEDDING = re.compile(r"embed|embd|^(wte|wpe|shared|relative_attention_bias)$")
+_ROUTER = re.compile(r"^(gate|router)$")
+"""Layers that choose experts: small, sensitive, and often not of class `Linear`."""
+
+ON_THEIR_SIDE = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+"""Kinds of models (`model_type`) whose layers are `Conv1D`: inputs by outputs."""
+
+OUTPUT = (
+    r"re:(.*\.)?(lm_head|decoder|proj_out|generator_lm_head|vocab_projector|output_projection"
+    r"|embed_out|lm_loss|pred_layer\.proj)$"
+)
+"""Linear layers that files lack where they share the weight of an embedding."""
+
+_STACK = re.compile(r"experts|moe")
+
+
+def layer_of(name: str, spec: Spec) -> str | None:
+    """Return the layer whose weight this is, if it is a matrix; none otherwise."""
+    layer, _, last = name.rpartition(".")
+    is_matrix = len(spec.shape) == 2 and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
+    return layer if last == "weight" and layer and is_matrix and spec.numel else None
+
+
+def is_linear(layer: str) -> bool:
+    """Tell by its name whether a layer with a matrix is linear: no embedding, and no router."""
+    parts = layer.split(".")
+    return not any(map(_EMBEDDING.search, parts)) and not _ROUTER.match(parts[-1])
+
+
+def is_stack(name: str, spec: Spec) -> bool:
+    """Tell whether a tensor may be weights of many experts in one, each a linear layer."""
+    if not _STACK.search(name) or not spec.dtype.is_floating_point or "bias" in name:
+        return False
+    return len(spec.shape) == 3 or (len(spec.shape) == 2 and not name.endswith("weight"))
+
 
 _PLAIN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -1,6 +1,6 @@
 """Recipes: what to do to a model so that it becomes sparse and quantized."""
 
-from slimtensors.calibration import Calibration
+from slimtensors.recipe.calibration import Calibration
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
@@ -15,9 +15,8 @@ from slimtensors.recipe.modifiers import (
     SparseGPT,
     Wanda,
 )
-from slimtensors.recipe.quality import Quality
 from slimtensors.recipe.recipe import Recipe, Stage
-from slimtensors.recipe.report import LayerState, Report, Step
+from slimtensors.recipe.report import LayerState, Quality, Report, Step
 
 __all__ = [
     "AWQ",

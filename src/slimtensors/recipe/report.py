@@ -1,19 +1,96 @@
-"""What was done to a model, as an object, as JSON, and as a table."""
+"""Reports of what a recipe did, with the quality measured before and after."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from slimtensors.quantization.algorithms import LayerReport
-from slimtensors.quantization.algorithms.layers import Layer, layers_of
+from slimtensors.archive.summary import Summary, format_bytes, table
+from slimtensors.codecs.statistics import sparsity_of
+from slimtensors.layerwise.engine import prepare_batch
+from slimtensors.layerwise.inputs import Layer, layers_of, without_padding
+from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization.state import parts_of, quantization_of
-from slimtensors.recipe.quality import Quality
-from slimtensors.sparsity import sparsity_of
-from slimtensors.spec import Json, on_cpu
-from slimtensors.summary import Summary, human
-from slimtensors.tables import table
+from slimtensors.recipe.calibration import Batch
+from slimtensors.tensor import Json, to_cpu
+
+_IGNORED = -100
+"""The label of a token that no model is asked about."""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_MOST = 1 << 26
+"""How many numbers of the model's first outputs are kept to compare with."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A model before and after, on data of its own."""
+
+    cosine: float
+    """Between outputs before and after."""
+    kl: float | None = None
+    """By how many nats what it predicts has moved, on average; none without logits."""
+    perplexity: tuple[float, float] | None = None
+    """Before and after, per token; none unless it predicts the next one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model says about data."""
+
+    outputs: Tensor
+    are_logits: bool
+    perplexity: float | None
+
+    def compared_with(self, before: "Measured") -> Quality:
+        """Return how that differs from what it said before."""
+        cosine = functional.cosine_similarity(before.outputs, self.outputs).mean()
+        pair = None
+        if before.perplexity is not None and self.perplexity is not None:
+            pair = before.perplexity, self.perplexity
+        kl = None
+        if self.are_logits:
+            was, now = before.outputs.log_softmax(-1), self.outputs.log_softmax(-1)
+            kl = float((was.exp() * (was - now)).sum(-1).mean())
+        return Quality(float(cosine), kl, pair)
+
+
+def measure(model: nn.Module, batches: Sequence[Batch]) -> Measured:
+    """Run a model on data; of its outputs, evenly chosen ones are kept, and none of padding."""
+    kept: list[Tensor] = []
+    loss, tokens, are_logits = 0.0, 0, False
+    is_causal = type(model).__name__.endswith(_CAUSAL)
+    parts = without_padding(model, batches)
+    with prepare_batch(model):
+        for batch in parts:
+            outputs, are_logits = _outputs(_called(model, batch))
+            if is_causal and isinstance(batch, Mapping) and "input_ids" in batch:
+                labels = batch.get("labels", batch["input_ids"])
+                for wanted, logits in zip(labels[:, 1:], outputs, strict=True):
+                    said = logits[:-1].float()
+                    loss += float(functional.cross_entropy(said, wanted, reduction="sum"))
+                    tokens += int(wanted.ne(_IGNORED).sum())
+            rows = outputs.flatten(0, -2)
+            step = -(-rows.numel() * len(parts) // _MOST)
+            kept.append(rows[:: max(step, 1)].float())
+    return Measured(torch.cat(kept), are_logits, math.exp(loss / tokens) if tokens else None)
+
+
+def _called(model: nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, Sequence) else model(batch)
+
+
+def _outputs(result: Any) -> tuple[Tensor, bool]:
+    logits = getattr(result, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits, True
+    return result if isinstance(result, Tensor) else result[0], False
+
 
 FILE = "report.json"
 """What it is called beside the model that it is of."""
@@ -100,7 +177,7 @@ class Report:
         if self.quality is not None:
             lines.append(_line(self.quality))
         if self.stored_bytes is not None:
-            lines.append(f"stored as {self.format}: {human(self.stored_bytes)}")
+            lines.append(f"stored as {self.format}: {format_bytes(self.stored_bytes)}")
         notes = [*self.notes, *(note for step in self.steps for note in step.notes)]
         notes += [
             f"{x.name}: {note}" for step in self.steps for x in step.layers for note in x.notes
@@ -120,7 +197,7 @@ class Report:
 
 
 def _state(layer: Layer, structure: str | None) -> LayerState:
-    found = sparsity_of(on_cpu(layer.matrix))
+    found = sparsity_of(to_cpu(layer.matrix))
     weight = layer.parameter
     state = quantization_of(layer.module)
     size = 8.0 * weight.element_size()

@@ -12,18 +12,25 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
-from slimtensors.archive.workers import Workers
-from slimtensors.container import StrPath
-from slimtensors.distance import norm, relative_distance
-from slimtensors.errors import MismatchError
-from slimtensors.folder import Keep
-from slimtensors.report.data import Report, TensorReport, Variant
-from slimtensors.report.held import Held, Source, opened
-from slimtensors.report.histogram import histogram, sample
-from slimtensors.report.recipe import read_recipe
-from slimtensors.sparsity import count_zeros
-from slimtensors.spec import Each, Spec, as_bytes, dtype_name
-from slimtensors.summary import Stored
+from slimtensors.archive.summary import TensorSummary
+from slimtensors.checkpoint import Point, points
+from slimtensors.checkpoint.store import StoredState
+from slimtensors.codecs.statistics import count_zeros
+from slimtensors.errors import FormatError, MismatchError
+from slimtensors.folder.compress import Keep
+from slimtensors.parallel import Each, Workers
+from slimtensors.report.data import (
+    Link,
+    Report,
+    TensorReport,
+    Variant,
+    histogram,
+    read_recipe,
+    sample,
+)
+from slimtensors.report.sources import ReportSource, TensorHandle, open_source
+from slimtensors.storage import StrPath
+from slimtensors.tensor import Spec, as_bytes, dtype_name, norm, relative_distance
 
 _BINS, _FEW_BINS, _MANY = 48, 16, 800
 """Bars of a histogram, and those where so many tensors would make the page heavy."""
@@ -67,14 +74,14 @@ def collect_variant(
     progress: Progress | None = None,
 ) -> Variant:
     """Look at a file or a folder, as one way of several to store the same model."""
-    here = opened(source, partial(Archive.bounds, threads=threads, progress=progress))
-    there = opened(against) if against is not None else None
+    here = open_source(source, partial(Archive.bounds, threads=threads, progress=progress))
+    there = open_source(against) if against is not None else None
     chosen = [held for held in here.tensors.values() if keep(held.stored.name)]
     bins = _BINS if len(chosen) <= _MANY else _FEW_BINS
     found: dict[str, _Seen] = {}
     with Workers(threads) as workers:
 
-        def one(held: Held) -> _Seen:
+        def one(held: TensorHandle) -> _Seen:
             return _look(held, there, workers.each, bins)
 
         seen = workers.in_order(one, chosen, lambda held: held.stored.dense_bytes)
@@ -97,7 +104,7 @@ class _Seen:
     norm: float
 
 
-def _look(held: Held, original: Source | None, each: Each, bins: int) -> _Seen:
+def _look(held: TensorHandle, original: ReportSource | None, each: Each, bins: int) -> _Seen:
     x = held.load(each)
     spec = Spec.of(x)
     zeros = count_zeros(x) if not x.is_quantized else None
@@ -129,7 +136,7 @@ def _look(held: Held, original: Source | None, each: Each, bins: int) -> _Seen:
     return _Seen(report, norm(x) if x.is_floating_point() and x.element_size() > 1 else 0.0)
 
 
-def _given(original: Source, stored: Stored, each: Each) -> Tensor:
+def _given(original: ReportSource, stored: TensorSummary, each: Each) -> Tensor:
     held = original.find(stored.name)
     if held is None:
         raise MismatchError(f"{original.path}: holds no {stored.name}; it is another model")
@@ -164,3 +171,32 @@ def _together(seen: list[_Seen]) -> float | None:
     whole = math.hypot(*(one.norm for one in seen))
     lost = math.hypot(*(one.norm * (one.report.stored.error or 0.0) for one in seen))
     return lost / whole if whole and math.isfinite(whole) else 0.0
+
+
+def collect_run(run: StrPath, *, threads: int | None = None) -> Report:
+    """Look at a folder of checkpoints, and return the report."""
+    found = points(run)
+    if not found:
+        raise FormatError(f"{run}: holds no checkpoint")
+    newest = found[-1]
+    variant = collect_variant(newest.path, newest.name, threads=threads)
+    return replace(new_report(Path(run).resolve().name, [variant]), checkpoints=links(run))
+
+
+def links(run: StrPath) -> list[Link]:
+    """Return the checkpoints of a run, the newest last."""
+    return [_link(point) for point in points(run)]
+
+
+def _link(point: Point) -> Link:
+    about, state = point.manifest, StoredState(point.path)
+    return Link(
+        point.name,
+        about.step,
+        about.base.name if about.base else None,
+        about.profile,
+        about.bytes,
+        sum(state.spec(name).nbytes for name in state.names()),
+        about.created,
+        dict(about.metrics),
+    )

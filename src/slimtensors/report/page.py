@@ -5,8 +5,8 @@ import json
 import os
 from importlib.resources import files
 
-from slimtensors.container import StrPath, local
 from slimtensors.report.data import Report
+from slimtensors.storage import StrPath, local_path
 
 _SCRIPTS = (
     "format",
@@ -43,7 +43,7 @@ def page(report: Report) -> str:
 
 def write_page(report: Report, path: StrPath) -> None:
     """Write the HTML of a report to a file that appears whole or not at all."""
-    target = local(path)
+    target = local_path(path)
     temporary = target.with_name(f".{target.name}.slimtensors-tmp")
     try:
         with temporary.open("wb") as file:

@@ -4,9 +4,17 @@ Registers our format, so that `AutoModel….from_pretrained` loads such folders 
 of what was loaded writes them.
 """
 
-from slimtensors.folder import compress_folder, decompress_folder
-from slimtensors.integrations.training import train
-from slimtensors.integrations.transformers.auto import (
+from slimtensors.errors import MissingDependencyError
+
+try:
+    from transformers import core_model_loading as _needed  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError("transformers 5.22 or later", "transformers") from error
+
+from slimtensors.folder.compress import compress_folder, decompress_folder
+from slimtensors.recipe import Calibration, Recipe
+from slimtensors.transformers import compression
+from slimtensors.transformers.auto import (
     SparseAutoModel,
     SparseAutoModelForAudioClassification,
     SparseAutoModelForCausalLM,
@@ -26,15 +34,18 @@ from slimtensors.integrations.transformers.auto import (
     SparseAutoModelForSpeechSeq2Seq,
     SparseAutoModelForTokenClassification,
 )
-from slimtensors.integrations.transformers.oneshot import oneshot
-from slimtensors.integrations.transformers.peak import measure_memory
-from slimtensors.integrations.transformers.saving import enable
-from slimtensors.recipe import Calibration, Recipe
-from slimtensors.transformers import compression
+from slimtensors.transformers.memory import measure_memory
+from slimtensors.transformers.oneshot import oneshot
+from slimtensors.transformers.quantizer import SlimConfig, SlimQuantizer
+from slimtensors.transformers.saving import enable
+from slimtensors.transformers.stage import TrainedStage, TrainingReport
+from slimtensors.transformers.train import train
 
 __all__ = [
     "Calibration",
     "Recipe",
+    "SlimConfig",
+    "SlimQuantizer",
     "SparseAutoModel",
     "SparseAutoModelForAudioClassification",
     "SparseAutoModelForCTC",
@@ -53,6 +64,8 @@ __all__ = [
     "SparseAutoModelForSequenceClassification",
     "SparseAutoModelForSpeechSeq2Seq",
     "SparseAutoModelForTokenClassification",
+    "TrainedStage",
+    "TrainingReport",
     "compress_folder",
     "compression",
     "decompress_folder",

@@ -1,5 +1,5 @@
 """The configurations that `save_pretrained(sparsity_config=…)` takes."""
 
-from slimtensors.sparsity import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
+from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 
 __all__ = ["BitmaskConfig", "Sparse24BitmaskConfig", "SparsityConfig"]

@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 import slimtensors
-from slimtensors import Bitmask, Bitmask24, Dense, Plan, chain
 from slimtensors.codecs import Bins, Density, Gaps, Huffman, IntBlocks
+from slimtensors.codecs.bitmask import Bitmask
+from slimtensors.codecs.bitmask24 import Bitmask24
+from slimtensors.codecs.dense import Dense
+from slimtensors.codecs.plan import Plan, chain
 from slimtensors.quantization import Quantized
-from slimtensors.tensors.stored import DynamicInputs
+from slimtensors.runtime.stored import DynamicInputs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16]
 STRANGE = [torch.complex128, torch.complex32, torch.bits16, torch.int4, torch.float4_e2m1fn_x2]

@@ -1,0 +1,93 @@
+"""Import paths of earlier versions: they keep working, and give the same objects."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, tuple[str, ...]] = {
+    "calibration": ("recipe.calibration",),
+    "checkpoint.io": ("checkpoint.store",),
+    "checkpoint.rng": ("checkpoint.state",),
+    "compressor": ("compat.compressor",),
+    "delta": ("archive.delta",),
+    "delta_folder": ("folder.delta",),
+    "distributed": ("checkpoint.distributed",),
+    "formats": ("compat.formats",),
+    "integrations.trainer": ("transformers.trainer",),
+    "integrations.training": ("transformers",),
+    "integrations.transformers": ("transformers",),
+    "model": ("compat",),
+    "plan": ("codecs.plan",),
+    "presets": ("codecs.presets",),
+    "pruning": ("layerwise",),
+    "quantization.algorithms": ("layerwise",),
+    "quantized_folder": ("folder", "transformers.calibrate"),
+    "sparsity": ("compat", "codecs.statistics", "codecs.presets", "folder.config_json"),
+    "spec": ("tensor", "parallel"),
+    "summary": ("archive.summary",),
+    "tensors": ("runtime",),
+    "tensors.compressed": ("runtime.compressed",),
+    "torchao": ("integrations.torchao",),
+    "tree": ("archive.tree",),
+}
+"""Earlier path -> the modules that contain its names today, all below `slimtensors`."""
+
+RENAMED = {
+    "checkpoint.rng": {"capture": "capture_rng", "check": "check_rng", "restore": "restore_rng"},
+    "pruning": {"Method": "PruningMethod", "Wanted": "PruningTarget"},
+    "quantization.algorithms": {"Method": "QuantizationMethod"},
+    "spec": {
+        "QUANTIZED": "QUANTIZED_DTYPES",
+        "allocate": "_allocate_plain",
+        "fill": "copy_into",
+        "is_text": "is_valid_text",
+        "on_cpu": "to_cpu",
+        "same_bits": "bitwise_equal",
+        "view": "view_as",
+    },
+}
+"""Names that changed on the way: earlier path -> {earlier name: name today}."""
+
+_ROOT = __name__.rpartition(".")[0]
+
+
+class _MovedModule(ModuleType):
+    """A module that looks its names up where they are defined today."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__name__.removeprefix(f"{_ROOT}.")
+        if name == "__all__":
+            return import_module(f"{_ROOT}.{MOVED[path][0]}").__all__
+        if not name.startswith("__"):
+            current = RENAMED.get(path, {}).get(name, name)
+            for target in MOVED[path]:
+                module = import_module(f"{_ROOT}.{target}")
+                if hasattr(module, current):
+                    return getattr(module, current)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        root, _, rest = fullname.partition(".")
+        if root != _ROOT or rest not in MOVED:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(p.startswith(f"{rest}.") for p in MOVED))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _MovedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: names are looked up when they are used."""
+
+
+def install() -> None:
+    """Let the import system find the earlier paths, after all real modules."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,14 @@
+"""Small checkpoints for `torch.distributed.checkpoint`: FSDP2, tensor parallel, any world size."""
+
+from slimtensors.checkpoint.distributed.folders import consolidate, distribute, inspect, verify
+from slimtensors.checkpoint.distributed.reader import StorageReader
+from slimtensors.checkpoint.distributed.writer import StorageWriter
+
+__all__ = [
+    "StorageReader",
+    "StorageWriter",
+    "consolidate",
+    "distribute",
+    "inspect",
+    "verify",
+]

@@ -1,0 +1,414 @@
+"""Tensors that stay compressed while a model runs: what all kinds of them share.
+
+A compressed tensor looks like a dense one of its shape and dtype. It holds plain tensors, its
+parts, and a form that says in JSON how they make up the numbers. Parts lie as they do in files;
+nothing here depends on the machine, so whatever is stored runs anywhere.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slimtensors.errors import (
+    ConfigError,
+    FormatError,
+    UnsupportedOperationError,
+    UnsupportedVersionError,
+)
+from slimtensors.tensor import Json, Spec, as_bytes
+
+VERSION = 1
+"""Of what `rebuild` reads, and so of compressed tensors inside files of `torch.save`."""
+
+_kinds: dict[str, type["CompressedTensor"]] = {}
+
+
+class Config(Protocol):
+    """How parts make up numbers, where the parts alone do not say it."""
+
+    def to_json(self) -> Json:
+        """Return the JSON form, from which `CompressedTensor.parse_config` reads it."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """Nothing: the parts say it all."""
+
+    def to_json(self) -> Json:
+        """Return an empty table."""
+        return {}
+
+
+class CompressedTensor(Tensor):
+    """A tensor held in parts. It has no gradient: `requires_grad` stays false."""
+
+    kind: ClassVar[str]
+    """What forms call it."""
+    part_names: ClassVar[tuple[str, ...]]
+    """The attributes that hold tensors; any but the first may be none."""
+    config: Any
+    """How the parts make up the numbers: a frozen `Config`."""
+
+    def __init_subclass__(cls) -> None:
+        _kinds[cls.kind] = cls
+
+    def __new__(cls, parts: Mapping[str, Tensor], config: Config, spec: Spec) -> Self:
+        """Hold `parts`, which are not copied."""
+        device = parts[cls.part_names[0]].device
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=False
+        )
+        for name in cls.part_names:
+            setattr(made, name, parts.get(name))
+        made.config = config
+        return made
+
+    @classmethod
+    def parse_config(cls, data: Json) -> Config:
+        """Read the JSON form of a config."""
+        return NoConfig()
+
+    def dense(self) -> Tensor:
+        """Do what `dequantize` does, with parts that hold data."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """Return an ordinary tensor with the same numbers."""
+        if self.device.type == "meta":
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return _dequantize_op(*self._traced()) if self._is_traced() else self.dense()
+
+    def check(self) -> None:
+        """Raise `CorruptFileError` if parts that come from a file do not fit together."""
+
+    def forget(self) -> None:
+        """Take nothing for granted that was known of the parts: others have been copied there."""
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what `F.linear` returns, by the fastest kernel there is."""
+        return functional.linear(x, self.dequantize(), bias)
+
+    def rows(self, index: slice | Tensor) -> Tensor:
+        """Return some rows: compressed ones of a slice, dense ones of a list of indices."""
+        return self.dequantize()[index]
+
+    def at(self, index: int) -> Tensor:
+        """Return one row."""
+        return self.rows(torch.tensor([index], device=self.device))[0]
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors that are held, by name."""
+        return {name: x for name in self.part_names if (x := getattr(self, name)) is not None}
+
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every plain tensor with its dotted path."""
+        for name, part in self.parts().items():
+            if isinstance(part, CompressedTensor):
+                yield from ((f"{name}.{path}", leaf) for path, leaf in part.leaves())
+            else:
+                yield name, part
+
+    def form(self) -> Json:
+        """Return all but the data; `rebuild` makes the tensor from it and the leaves."""
+        inner = {k: p.form() for k, p in self.parts().items() if isinstance(p, CompressedTensor)}
+        return {
+            "version": VERSION,
+            "kind": self.kind,
+            **Spec(self.dtype, tuple(self.shape)).to_json(),
+            "config": self.config.to_json(),
+            **({"inner": inner} if inner else {}),
+        }
+
+    def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Return the same tensor with every leaf changed, looking like one of `dtype`."""
+        parts = {
+            name: part.changed(change) if isinstance(part, CompressedTensor) else change(part)
+            for name, part in self.parts().items()
+        }
+        return type(self)(parts, self.config, Spec(dtype or self.dtype, tuple(self.shape)))
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Return the same numbers, rounded to `dtype` when they are used or right away."""
+        return self.changed(lambda x: x, dtype)
+
+    def _is_traced(self) -> bool:
+        """Tell whether only shapes are asked for, by a compiler or in a mode of fake tensors."""
+        first: Tensor = self
+        while isinstance(first, CompressedTensor):
+            first = getattr(first, first.part_names[0])
+        return torch.compiler.is_compiling() or type(first) is not Tensor or _are_results_fake()
+
+    def _traced(self) -> tuple[str, list[Tensor]]:
+        """Return what operations that compilers do not look into take for this tensor."""
+        names, leaves = zip(*self.leaves(), strict=True)
+        return json.dumps([self.form(), names]), list(leaves)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        size = sum(leaf.nbytes for _, leaf in self.leaves())
+        shape, like = tuple(self.shape), str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({self.describe()}, shape={shape}, {like}, {size} bytes)"
+
+    def describe(self) -> str:
+        """Say in a few words how the numbers are held."""
+        return self.kind
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        is_param = isinstance(self, nn.Parameter)
+        return rebuild, (json.dumps(self.form()), dict(self.leaves()), is_param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied: Tensor = self.changed(torch.clone)
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, requires_grad=False)
+            memo[id(self)] = copied
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return list(self.parts()), json.dumps([self.config.to_json(), str(self.dtype)])
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: dict[str, Tensor], context: str, size: Any, stride: object
+    ) -> Self:
+        config, dtype = json.loads(context)
+        spec = Spec(getattr(torch, dtype.removeprefix("torch.")), tuple(size))
+        return cls(parts, cls.parse_config(config), spec)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _KEEPING_GRADIENTS_OFF:
+            return args[0] if func is Tensor.requires_grad_ else None
+        run = _FUNCTIONS.get(func, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return run(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        run = _OPERATIONS.get(func)
+        answer = NotImplemented if run is None else run(*args, **(kwargs or {}))
+        if answer is NotImplemented:
+            held = next((type(x).__name__ for x in args if isinstance(x, cls)), cls.__name__)
+            raise UnsupportedOperationError(
+                f"{func} does not work on a {held}; use its dequantize() for an ordinary tensor"
+            )
+        return answer
+
+
+_KEEPING_GRADIENTS_OFF = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""`load_state_dict(assign=True)` asks for the gradients of what was there; codes have none."""
+
+
+def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> Tensor:
+    """Return the compressed tensor that `form` and `leaves` describe."""
+    built = _rebuilt(json.loads(form), leaves, "")
+    built.check()
+    return nn.Parameter(built, requires_grad=False) if is_param else built
+
+
+def _rebuilt(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> CompressedTensor:
+    if form["version"] > VERSION:
+        raise UnsupportedVersionError(
+            f"a compressed tensor of version {form['version']}, this library knows up to {VERSION};"
+            " upgrade slimtensors"
+        )
+    if form["kind"] not in _kinds:
+        raise FormatError(f"there are no compressed tensors of kind {form['kind']!r}")
+    cls = _kinds[form["kind"]]
+    inner = form.get("inner", {})
+    parts: dict[str, Tensor] = {}
+    for name in cls.part_names:
+        if name in inner:
+            parts[name] = _rebuilt(inner[name], leaves, f"{prefix}{name}.")
+        elif prefix + name in leaves:
+            parts[name] = leaves[prefix + name]
+    return cls(parts, cls.parse_config(form["config"]), Spec.from_json(form))
+
+
+rebuild.__module__ = "slimtensors.tensors.compressed"  # as pickled by torch.save; never changes
+torch.serialization.add_safe_globals([rebuild])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a compressed weight, as `F.linear` does by a dense one."""
+    if not isinstance(weight, CompressedTensor):
+        raise UnsupportedOperationError("F.linear takes compressed weights, not inputs or biases")
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ConfigError(f"an input of shape {tuple(x.shape)} for weights {tuple(weight.shape)}")
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight if weight.dtype is dtype else weight.cast(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if x.dtype is not weight.dtype:
+        raise ConfigError(
+            f"an input of {x.dtype} for a weight of {weight.dtype}; convert one: weight.to(x.dtype)"
+        )
+    if weight._is_traced():
+        out: Tensor = _linear_op(x, *weight._traced())
+        return out if bias is None else out + bias
+    if torch.is_grad_enabled() and x.requires_grad:
+        return functional.linear(x, weight.dequantize(), bias)
+    return weight.linear(x, bias)
+
+
+def _are_results_fake() -> bool:
+    """Tell whether tensors that are made now have no memory, though ours may have."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _untraced(form: str, leaves: list[Tensor]) -> CompressedTensor:
+    described, names = json.loads(form)
+    return _rebuilt(described, dict(zip(names, leaves, strict=True)), "")
+
+
+def _traced_spec(form: str) -> Spec:
+    return Spec.from_json(json.loads(form)[0])
+
+
+@torch.library.custom_op("slimtensors::linear", mutates_args=())
+def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    """Let compilers see one operation where there are many ways to do it."""
+    return _untraced(form, leaves).linear(x, None)
+
+
+@_linear_op.register_fake
+def _(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _traced_spec(form).shape[0]))
+
+
+@torch.library.custom_op("slimtensors::rows", mutates_args=())
+def _rows_op(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    return _untraced(form, leaves).rows(index)
+
+
+@_rows_op.register_fake
+def _(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    spec = _traced_spec(form)
+    return index.new_empty((index.numel(), spec.shape[-1]), dtype=spec.dtype)
+
+
+@torch.library.custom_op("slimtensors::dequantize", mutates_args=())
+def _dequantize_op(form: str, leaves: list[Tensor]) -> Tensor:
+    return _untraced(form, leaves).dense()
+
+
+@_dequantize_op.register_fake
+def _(form: str, leaves: list[Tensor]) -> Tensor:
+    spec = _traced_spec(form)
+    return leaves[0].new_empty(spec.shape, dtype=spec.dtype)
+
+
+def _to_copy(
+    x: CompressedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **layout: object,
+) -> Tensor:
+    if dtype is not None and not dtype.is_floating_point:
+        return NotImplemented  # type: ignore[no-any-return]
+    out = x.cast(dtype or x.dtype)
+    return out.changed(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+def _slice(
+    x: CompressedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    return x.rows(slice(start, end, step)) if dim == 0 else NotImplemented
+
+
+def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
+    return x.at(index) if dim == 0 else NotImplemented
+
+
+def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
+    return [x.at(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
+
+
+def _embedding(
+    weight: CompressedTensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    flat = indices.reshape(-1)
+    found = _rows_op(flat, *weight._traced()) if weight._is_traced() else weight.rows(flat)
+    return found.view(*indices.shape, weight.shape[-1])
+
+
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(to, CompressedTensor):
+        return to.copy_(source.dequantize(), non_blocking)
+    if not isinstance(source, CompressedTensor) or (to.form() != source.form()):
+        return NotImplemented  # type: ignore[no-any-return]
+    for (_, mine), (_, given) in zip(to.leaves(), source.leaves(), strict=True):
+        mine.copy_(given, non_blocking)
+    to.forget()
+    return to
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if not isinstance(a, CompressedTensor) or not isinstance(b, CompressedTensor):
+        return NotImplemented  # type: ignore[no-any-return]
+    pairs = zip(a.leaves(), b.leaves(), strict=False)
+    return a.form() == b.form() and all(_same(x, y) for (_, x), (_, y) in pairs)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
+
+
+def _share_memory(x: CompressedTensor) -> CompressedTensor:
+    for _, leaf in x.leaves():
+        leaf.share_memory_()  # type: ignore[no-untyped-call]
+    return x
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: lambda x: all(leaf.is_shared() for _, leaf in x.leaves()),
+}
+"""What would not come down to operations, or would end the process."""
+
+_aten = torch.ops.aten
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda x: x.changed(torch.detach),
+    _aten.alias.default: lambda x: x.changed(lambda part: part),
+    _aten.clone.default: lambda x, **layout: x.changed(torch.clone),
+    _aten.contiguous.default: lambda x, **layout: x,
+    _aten._to_copy.default: _to_copy,
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
+    _aten.embedding.default: _embedding,
+    _aten.copy_.default: _copy,
+    _aten.equal.default: _equal,
+    _aten.dequantize.self: lambda x: x.dequantize(),
+    _aten._has_compatible_shallow_copy_type.default: lambda x, y: type(x) is type(y),
+}
