@@ -45,6 +45,15 @@ _NAMED = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZ
 _NAMES = {dtype: name for name, dtype in _NAMED.items()}
 
 
+KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""The float dtypes that the C++ kernels read and write."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Data type and shape of a tensor."""
@@ -245,12 +254,9 @@ def allocate(like: Spec) -> Tensor:
     return raw.view(like.dtype).view(like.shape)
 
 
-_BY_CORE = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def norm(x: Tensor) -> float:
     """Return the Euclidean norm of a tensor of floats."""
-    if x.dtype not in _BY_CORE:
+    if x.dtype not in KERNEL_FLOATS:
         return float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return math.sqrt(_core.sum_of_squares(as_bytes(x), dtype_name(x.dtype)))
 
@@ -260,7 +266,7 @@ def relative_distance(found: Tensor, given: Tensor) -> float:
     whole = norm(given)
     if not whole:
         return 0.0
-    if found.dtype != given.dtype or given.dtype not in _BY_CORE:
+    if found.dtype != given.dtype or given.dtype not in KERNEL_FLOATS:
         return norm(found.double() - given.double()) / whole
     kind = dtype_name(given.dtype)
     return math.sqrt(_core.squared_distance(as_bytes(found), as_bytes(given), kind)) / whole

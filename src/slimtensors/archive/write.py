@@ -32,7 +32,7 @@ from slimtensors.storage import (
     locate,
     parse_size,
 )
-from slimtensors.tensor import Json, Spec, check_storable, dtype_name, to_cpu
+from slimtensors.tensor import Json, Spec, ceil_div, check_storable, dtype_name, to_cpu
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def _output(
     if state.delta is not None:
         reserve += sum(len(item.name.encode()) + _DESCRIBED for item in state.items)
     if any(item.runs_from_file for item in state.items):
-        reserve = -(-reserve // _ALIGN) * _ALIGN
+        reserve = ceil_div(reserve, _ALIGN) * _ALIGN
     limit = parse_size(max_shard_size)
     is_folder = limit is not None or where.is_folder()
     if isinstance(where, RemoteLocation):

@@ -29,7 +29,16 @@ from slimtensors.codecs.residual import (
 )
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Json, Spec, allocate, bitwise_equal, norm, relative_distance, to_cpu
+from slimtensors.tensor import (
+    KERNEL_FLOATS,
+    Json,
+    Spec,
+    allocate,
+    bitwise_equal,
+    norm,
+    relative_distance,
+    to_cpu,
+)
 
 WHOLE, SAME = "whole", "same"
 DIFFERENCES = ("difference", "by-exponent")
@@ -161,7 +170,6 @@ def _is_seed(seed: object) -> bool:
 
 _BITS = 7
 """Bits of the mantissa of what cannot be told in steps."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class BaseTensors(Protocol):
@@ -245,7 +253,7 @@ class Coding:
     def _may_round(self, about: RoleInfo, x: Tensor) -> bool:
         if not self._is_touched(about) or not x.numel():
             return False
-        if x.dtype not in _FLOATS:
+        if x.dtype not in KERNEL_FLOATS:
             self.kept_exact[about.name] = f"{x.dtype} is kept exact"
             return False
         if not torch.isfinite(x.abs().amax()):
@@ -278,7 +286,7 @@ class Coding:
     ) -> tuple[TensorEntry, Tensor]:
         """Store a first moment so that those lie together whose second moments are alike."""
         second = self._second(about)
-        if second is None or x.dtype not in _FLOATS:
+        if second is None or x.dtype not in KERNEL_FLOATS:
             return entry, x
         r = group_bytes(x, second.to(x.dtype).contiguous())
         if _cost(about.name)(r) >= _cost(about.name)(x):

@@ -25,7 +25,7 @@ from slimtensors.codecs.protocol import (
 )
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = _core.BINS_CHUNK
 _GROUP = 8
@@ -63,10 +63,10 @@ class Bins:
         items = as_bytes(x)
         widths = _widths(x, kind)
         count = items.numel() // kind.size
-        labels = empty_bytes(-(-count // min(widths, default=count or 1)))
+        labels = empty_bytes(ceil_div(count, min(widths, default=count or 1)))
         model = empty_bytes(_core.bins_model_bound(widths))
         model = model[: _core.bins_fit(items, *kind.known, widths, labels, model)]
-        chunks = -(-count // _CHUNK)
+        chunks = ceil_div(count, _CHUNK)
         groups = chunk_groups(chunks, _GROUP)
         rows = empty_bytes(_ROW * chunks)
 
@@ -115,7 +115,7 @@ class Bins:
             return torch.empty(0, dtype=like.dtype)
         stream = _Stream.of(parts, like)
         step = _CHUNK * stream.itemsize // like.dtype.itemsize  # a complex number is two items
-        some = slice(begin // step, -(-end // step))
+        some = slice(begin // step, ceil_div(end, step))
         first, last = some.start * step, min(some.stop * step, like.numel)
         out = allocate(Spec(like.dtype, (last - first,)))
         stream.decode(some, stream.places([slice(0, some.start), some])[1], as_bytes(out))
@@ -181,7 +181,7 @@ class _Stream:
             raise CorruptFileError("a stream of bins must be bytes")
         stream = as_bytes(stream)
         kind = _kind(like.dtype)
-        chunks = -(-like.nbytes // (_CHUNK * kind.size))
+        chunks = ceil_div(like.nbytes, _CHUNK * kind.size)
         if stream.numel() < _HEAD.size + _ROW * chunks:
             raise CorruptFileError(f"{stream.numel()} bytes are too few for {chunks} chunks")
         (size,) = _HEAD.unpack(bytes(stream[: _HEAD.size].numpy()))

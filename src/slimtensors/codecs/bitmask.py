@@ -11,7 +11,7 @@ from slimtensors import _core
 from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = 1 << 20
 """Items per piece of work: small enough for the cache, large enough to be worth a thread."""
@@ -60,7 +60,7 @@ def mask_shape(spec: Spec) -> tuple[int, ...]:
 
 def mask_bytes(numel: int, row: int) -> int:
     """Return how many bytes the mask of `numel` items has when every row starts a new byte."""
-    return numel // row * -(-row // 8) if numel else 0
+    return numel // row * ceil_div(row, 8) if numel else 0
 
 
 def find_nonzero(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
@@ -146,12 +146,12 @@ def row_chunks(numel: int, row: int) -> list[tuple[int, int, int, int]]:
     if numel == 0:
         return []
     step = _CHUNK if row == numel else max(_CHUNK // row, 1) * row
-    width = -(-row // 8)
+    width = ceil_div(row, 8)
     spans = []
     for first in range(0, numel, step):
         last = min(first + step, numel)
         if row == numel:
-            spans.append((first, last, first // 8, -(-last // 8)))
+            spans.append((first, last, first // 8, ceil_div(last, 8)))
         else:
             spans.append((first, last, first // row * width, last // row * width))
     return spans

@@ -11,7 +11,7 @@ from slimtensors.codecs import bitmask
 from slimtensors.codecs.protocol import register
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, as_bytes
+from slimtensors.tensor import Parts, Spec, as_bytes, ceil_div
 
 
 @register
@@ -37,7 +37,7 @@ class Bitmask24:
         mask, values = select(x, x.numel(), each)
         if x.numel() % 8:
             mask[-1] |= 0x30  # a last half byte has to be some pattern
-        codes = torch.empty(-(-2 * mask.numel() // 3), dtype=torch.uint8)
+        codes = torch.empty(ceil_div(2 * mask.numel(), 3), dtype=torch.uint8)
         _core.mask24_pack(mask, codes)
         return {"codes": codes, "values": values}
 
@@ -45,7 +45,7 @@ class Bitmask24:
         """Unpack the mask, then scatter."""
         size = bitmask.mask_bytes(like.numel, like.numel)
         codes = parts["codes"]
-        if codes.dtype is not torch.uint8 or codes.numel() != -(-2 * size // 3):
+        if codes.dtype is not torch.uint8 or codes.numel() != ceil_div(2 * size, 3):
             raise CorruptFileError(f"{codes.numel()} codes do not fit shape {like.shape}")
         mask = torch.empty(size, dtype=torch.uint8)
         try:
@@ -82,5 +82,5 @@ def select_mask(items: Tensor, itemsize: int, row: int, each: Each) -> Tensor:
     if bad >= 0:
         raise ConfigError(f"is not 2:4: more than two nonzero items in group {bad}")
     if row % 8:  # half a byte of padding at each row's end was filled as well
-        mask.view(-1, -(-row // 8))[:, -1] &= 0x0F
+        mask.view(-1, ceil_div(row, 8))[:, -1] &= 0x0F
     return mask

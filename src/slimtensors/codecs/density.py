@@ -12,7 +12,7 @@ from slimtensors import _core
 from slimtensors.codecs.protocol import concatenate, empty_bytes, register
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = 1 << 18
 _NARROWEST, _WIDEST = 16, 1 << 15
@@ -114,9 +114,9 @@ class _Layout:
         width = spec.shape[-1] * spec.dtype.itemsize if len(spec.shape) > 1 else 0
         if not _NARROWEST <= width <= _WIDEST:
             width = _DEFAULT_WIDTH
-        rows = -(-spec.nbytes // width)
-        per_chunk = -(-rows // max(-(-spec.nbytes // _CHUNK), 1))
-        return cls(spec.nbytes, width, rows, per_chunk, -(-rows // per_chunk) if rows else 0)
+        rows = ceil_div(spec.nbytes, width)
+        per_chunk = ceil_div(rows, max(ceil_div(spec.nbytes, _CHUNK), 1))
+        return cls(spec.nbytes, width, rows, per_chunk, ceil_div(rows, per_chunk) if rows else 0)
 
     def room(self) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate the classes of rows, those of columns, and the chances of their pairs."""

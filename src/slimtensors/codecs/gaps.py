@@ -11,7 +11,7 @@ from slimtensors import _core
 from slimtensors.codecs.protocol import concatenate, register
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = 1 << 17
 """Bytes per chunk, a mebibit: part of the format, because every chunk starts its gaps anew."""
@@ -39,7 +39,7 @@ class Gaps:
         """Write the tokens of every chunk, then join them."""
         mask = as_bytes(x)
         pieces = each(
-            lambda i: _tokens(mask[i * _CHUNK : (i + 1) * _CHUNK]), -(-mask.numel() // _CHUNK)
+            lambda i: _tokens(mask[i * _CHUNK : (i + 1) * _CHUNK]), ceil_div(mask.numel(), _CHUNK)
         )
         if len(pieces) <= 1:
             return {"tokens": pieces[0] if pieces else mask}
@@ -49,7 +49,7 @@ class Gaps:
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
         """Decode every chunk on its own."""
         tokens = parts["tokens"]
-        counts = _counts(parts, -(-like.nbytes // _CHUNK))
+        counts = _counts(parts, ceil_div(like.nbytes, _CHUNK))
         if tokens.dtype is not torch.uint8 or tokens.dim() != 1 or sum(counts) != tokens.numel():
             raise CorruptFileError(f"{tokens.numel()} gap tokens, but {sum(counts)} are announced")
         tokens = as_bytes(tokens)

@@ -14,7 +14,7 @@ from slimtensors import _core
 from slimtensors.codecs.protocol import chunk_groups, register, scale_slice
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes
+from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = _core.HUFFMAN_CHUNK
 _GROUP = 8
@@ -114,7 +114,7 @@ class Huffman:
         if begin == end:
             return torch.empty(0, dtype=like.dtype)
         step = self.step(like)
-        some = slice(begin // step, -(-end // step))
+        some = slice(begin // step, ceil_div(end, step))
         first, last = some.start * step, min(some.stop * step, like.numel)
         place = _places(chunks, [slice(0, some.start), some])[1]
         out = allocate(Spec(like.dtype, (last - first,)))
@@ -131,7 +131,7 @@ class _Kind:
 
     def table(self, nbytes: int) -> tuple[int, int]:
         """Return the shape of `chunks` for so many bytes."""
-        return -(-nbytes // (_CHUNK * self.itemsize)), 1 + self.itemsize
+        return ceil_div(nbytes, _CHUNK * self.itemsize), 1 + self.itemsize
 
     @property
     def code_bytes(self) -> int:

@@ -11,9 +11,17 @@ from slimtensors import _core
 from slimtensors.codecs.protocol import empty_bytes, register
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes, dtype_name, relative_distance
+from slimtensors.tensor import (
+    KERNEL_FLOATS,
+    Parts,
+    Spec,
+    allocate,
+    as_bytes,
+    ceil_div,
+    dtype_name,
+    relative_distance,
+)
 
-_BY_CORE = (torch.bfloat16, torch.float16, torch.float32)
 _NO_ZEROS = torch.empty(0, dtype=torch.uint8)
 _PIECE = 1 << 20
 """Items per piece of work: enough to be worth a thread."""
@@ -49,7 +57,7 @@ class Int:
             raise ConfigError(f"only floats can be rounded, not {x.dtype}")
         if not x.numel():
             raise ConfigError(f"is empty, shape {tuple(x.shape)}: there is nothing to round")
-        rows = self._rows(x if x.dtype in _BY_CORE else x.float()).contiguous()
+        rows = self._rows(x if x.dtype in KERNEL_FLOATS else x.float()).contiguous()
         pieces = _pieces(rows)
         largest = torch.cat(each(lambda i: _largest(pieces[i]), len(pieces)))
         if not torch.isfinite(largest).all():
@@ -93,7 +101,7 @@ class Int:
         rows = self._rows(q)
         if scale.numel() != rows.shape[0]:
             raise CorruptFileError(f"{scale.numel()} scales for {rows.shape[0]} rows")
-        if like.dtype not in _BY_CORE or not like.numel:
+        if like.dtype not in KERNEL_FLOATS or not like.numel:
             return (rows.float() * scale.view(-1, 1)).to(like.dtype).view(like.shape)
         out = allocate(like)
         codes, items = _pieces(rows.contiguous()), _pieces(self._rows(out))
@@ -145,7 +153,6 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 _LARGEST = 127
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NO_ZERO_POINTS = empty_bytes(0)
 _BLOCK_PIECE = 1 << 18
 """Items per piece of work: enough to be worth a thread, few enough to stay in a cache."""
@@ -198,7 +205,7 @@ class IntBlocks:
                 as_bytes(q[_piece(i)]),
             )
 
-        each(one, -(-items.numel() // _BLOCK_PIECE))
+        each(one, ceil_div(items.numel(), _BLOCK_PIECE))
         return {"q": q.view(x.shape), "scale": scale}
 
     def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
@@ -208,7 +215,7 @@ class IntBlocks:
             raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
         if Spec.of(scale) != Spec(torch.float32, (self._blocks(like.numel),)):
             raise CorruptFileError(f"scales of {Spec.of(scale)} do not fit a tensor of {like}")
-        out = allocate(like if like.dtype in _KERNEL_DTYPES else Spec(torch.float32, like.shape))
+        out = allocate(like if like.dtype in KERNEL_FLOATS else Spec(torch.float32, like.shape))
         codes, items = q.reshape(-1), out.view(-1)
 
         def one(i: int) -> None:
@@ -222,12 +229,12 @@ class IntBlocks:
                 as_bytes(items[_piece(i)]),
             )
 
-        each(one, -(-like.numel // _BLOCK_PIECE))
+        each(one, ceil_div(like.numel, _BLOCK_PIECE))
         return out.to(like.dtype)
 
     def relative_error(self, parts: Parts, x: Tensor) -> float:
         """Return how far the integers are from `x`, relative to it."""
-        if x.dtype not in _KERNEL_DTYPES or not x.numel():
+        if x.dtype not in KERNEL_FLOATS or not x.numel():
             return relative_distance(self.decode(parts, Spec.of(x)), x)
         distance, whole = _core.rounding_loss(
             as_bytes(x),
@@ -240,7 +247,7 @@ class IntBlocks:
         return math.sqrt(distance) / math.sqrt(whole) if whole else 0.0
 
     def _blocks(self, items: int) -> int:
-        return -(-items // self.block)
+        return ceil_div(items, self.block)
 
     def _scales(self, piece: int) -> slice:
         return slice(piece * _BLOCK_PIECE // self.block, (piece + 1) * _BLOCK_PIECE // self.block)
@@ -255,7 +262,7 @@ class IntBlocks:
 def largest_in_blocks(x: Tensor, block: int) -> Tensor:
     """Return the largest magnitude in each block; not finite where one holds what is not."""
     items = _flat(x)
-    low, high = (items.new_empty(-(-items.numel() // block)) for _ in range(2))
+    low, high = (items.new_empty(ceil_div(items.numel(), block)) for _ in range(2))
     if items.numel():
         kind, row = dtype_name(items.dtype), items.numel()
         _core.find_ranges(as_bytes(items), kind, row, block, as_bytes(low), as_bytes(high))
@@ -263,7 +270,7 @@ def largest_in_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return (x if x.dtype in _KERNEL_DTYPES else x.float()).reshape(-1)
+    return (x if x.dtype in KERNEL_FLOATS else x.float()).reshape(-1)
 
 
 def _piece(i: int) -> slice:

@@ -20,7 +20,7 @@ from slimtensors.codecs.plan import Plan, relative_error
 from slimtensors.codecs.protocol import Codec
 from slimtensors.codecs.statistics import Zeros, count_zeros, is_24
 from slimtensors.errors import ConfigError, nearest
-from slimtensors.tensor import Spec
+from slimtensors.tensor import Spec, ceil_div
 
 Effort = Literal["fast", "max"]
 """Decode at the speed of memory, or in as few bits as we know how."""
@@ -225,7 +225,7 @@ def _some(x: Tensor) -> Tensor:
     """Return a piece out of the middle of `x`, in whole rows, or all if it is small."""
     if x.numel() <= _SAMPLE:
         return x
-    rows = min(-(-_SAMPLE * len(x) // x.numel()), len(x))
+    rows = min(ceil_div(_SAMPLE * len(x), x.numel()), len(x))
     begin = (len(x) - rows) // 2
     return x[begin : begin + rows]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import QUANTIZED_DTYPES, Spec, allocate, as_bytes
+from slimtensors.tensor import QUANTIZED_DTYPES, Spec, allocate, as_bytes, ceil_div
 
 Kind = Literal["whole", "difference", "by-exponent"]
 """The tensor itself; its difference from the base; that, sorted by the exponents of the base."""
@@ -136,7 +136,7 @@ def _by_chunks(
         a, b, c = (array[i * _CHUNK : (i + 1) * _CHUNK] for array in arrays)
         work(a, b, like.dtype.itemsize, order, c)
 
-    each(one, -(-like.nbytes // _CHUNK))
+    each(one, ceil_div(like.nbytes, _CHUNK))
     return out
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, SingularError
+from slimtensors.tensor import ceil_div
 
 Tell = Callable[[str], object]
 """Gets a sentence about something that did not go as asked."""
@@ -117,7 +118,7 @@ class Change:
     @classmethod
     def between(cls, before: Tensor, after: Tensor, hessian: Tensor) -> "Change":
         """Compare two weights `[outputs, inputs]`, by some of their rows."""
-        rows = slice(None, None, -(-len(before) // _ROWS) or 1)
+        rows = slice(None, None, ceil_div(len(before), _ROWS) or 1)
         old, new = before[rows].float(), after[rows].float()
         seen, seen_new = old @ hessian, new @ hessian
 

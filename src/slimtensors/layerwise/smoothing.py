@@ -15,6 +15,7 @@ from slimtensors.layerwise.engine import Stack
 from slimtensors.layerwise.gptq import rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.layerwise.inputs import Inputs, Layer, layers_of
+from slimtensors.tensor import ceil_div
 
 _ROWS = 256
 
@@ -89,7 +90,7 @@ def _balanced(scale: Tensor) -> Tensor:
 
 def _harm(layer: Layer, scale: Tensor, hessian: Tensor) -> float:
     weight = layer.matrix.float()
-    weight = weight[:: -(-len(weight) // _ROWS)]  # a sample of the rows is enough to compare
+    weight = weight[:: ceil_div(len(weight), _ROWS)]  # a sample of the rows is enough to compare
     if layer.args is None:
         return 0.0
     return output_error(rtn(weight * scale, layer.args).weight / scale - weight, hessian)

@@ -9,6 +9,7 @@ from torch import Tensor
 from slimtensors.quantization.affine import Params, fake_quantize
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.observers import observe_weight
+from slimtensors.tensor import ceil_div
 
 
 @dataclass
@@ -125,5 +126,5 @@ class Sweep:
         size = end - begin
         if size <= self.width:
             return begin + size // 2
-        groups = -(-size // self.width)
+        groups = ceil_div(size, self.width)
         return begin + groups // 2 * self.width

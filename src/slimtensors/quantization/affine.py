@@ -17,9 +17,7 @@ from slimtensors import _core
 from slimtensors.errors import ConfigError
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
-from slimtensors.tensor import as_bytes, dtype_name
-
-_BY_CORE = (torch.float32, torch.float16, torch.bfloat16)
+from slimtensors.tensor import KERNEL_FLOATS, as_bytes, ceil_div, dtype_name
 
 _PIECE = 1 << 20
 """Items per piece of work: enough to be worth a thread."""
@@ -31,8 +29,8 @@ def run_ranges(x: Tensor, columns: int, each: Each = serially) -> tuple[Tensor, 
     Where there is infinity or NaN, one of the two is not finite.
     """
     row = x.shape[-1]
-    shape = (*x.shape[:-1], -(-row // columns))
-    if x.device.type != "cpu" or x.dtype not in _BY_CORE:
+    shape = (*x.shape[:-1], ceil_div(row, columns))
+    if x.device.type != "cpu" or x.dtype not in KERNEL_FLOATS:
         runs = [part.aminmax(dim=-1) for part in torch.split(x, columns, -1)]
         return torch.stack([r.min for r in runs], -1), torch.stack([r.max for r in runs], -1)
     low, high = x.new_empty(shape), x.new_empty(shape)
@@ -47,7 +45,7 @@ def run_ranges(x: Tensor, columns: int, each: Each = serially) -> tuple[Tensor, 
 
         _core.find_ranges(cut(items), dtype_name(x.dtype), row, columns, cut(lows), cut(highs))
 
-    each(work, -(-rows // step))
+    each(work, ceil_div(rows, step))
     return low, high
 
 

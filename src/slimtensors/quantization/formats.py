@@ -14,7 +14,7 @@ from slimtensors.quantization import kernels
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.kernels import Layout
-from slimtensors.tensor import Spec
+from slimtensors.tensor import Spec, ceil_div
 
 
 class Format(Protocol):
@@ -99,10 +99,10 @@ def scale_shape(shape: tuple[int, ...], args: QuantizationArgs) -> tuple[int, ..
         case QuantizationStrategy.CHANNEL:
             return *experts, rows, 1
         case QuantizationStrategy.GROUP | QuantizationStrategy.TENSOR_GROUP:
-            return *experts, rows, -(-columns // (args.group_size or 1))
+            return *experts, rows, ceil_div(columns, args.group_size or 1)
         case QuantizationStrategy.BLOCK:
             height, width = args.block_structure or (1, 1)
-            return *experts, -(-rows // height), -(-columns // width)
+            return *experts, ceil_div(rows, height), ceil_div(columns, width)
     return (*experts, 1, 1) if experts else (1,)
 
 

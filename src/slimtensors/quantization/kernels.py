@@ -13,7 +13,7 @@ from slimtensors.parallel import Each, serially
 from slimtensors.quantization import affine
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
-from slimtensors.tensor import Spec, allocate, as_bytes, dtype_name
+from slimtensors.tensor import KERNEL_FLOATS, Spec, allocate, as_bytes, ceil_div, dtype_name
 
 Layout = Literal["stream", "words"]
 
@@ -24,8 +24,8 @@ _WORD = 32
 def width(columns: int, bits: int, layout: Layout = "stream") -> int:
     """Return how many words a row takes."""
     if layout == "stream":
-        return -(-columns * bits // _WORD)
-    return -(-columns // (_WORD // bits))
+        return ceil_div(columns * bits, _WORD)
+    return ceil_div(columns, _WORD // bits)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -82,8 +82,7 @@ def _mask(bits: int) -> int:
 Kind = Literal["int", "packed", "fp4", "fp8"]
 """How codes are stored: one integer per byte, words, two 4-bit floats per byte, 8-bit floats."""
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_SCALES = {**{dtype: dtype_name(dtype) for dtype in _FLOATS}, torch.uint8: "float8_e8m0fnu"}
+_SCALES = {**{dtype: dtype_name(dtype) for dtype in KERNEL_FLOATS}, torch.uint8: "float8_e8m0fnu"}
 _SCALES[torch.float8_e4m3fn] = "float8_e4m3fn"
 
 _PIECE = 1 << 20
@@ -97,7 +96,7 @@ def compress(
     affine.check_weight(weight, args)
     scale = params.scale.dtype if params.global_scale is None else torch.float32
     steps = torch.promote_types(weight.dtype, scale)
-    if not _fits(weight, params) or steps not in _FLOATS or weight.dtype not in _FLOATS:
+    if not _fits(weight, params) or steps not in KERNEL_FLOATS or weight.dtype not in KERNEL_FLOATS:
         if not torch.isfinite(weight).all():
             raise ConfigError(_NOT_FINITE)
         return pack_codes(affine.quantize(weight, params, args), args, kind)
@@ -140,7 +139,7 @@ def decompress(
     exact = narrow and args.type is QuantizationType.FLOAT  # a few bits times a few bits
     if exact or params.global_scale is not None or product is torch.float32:
         product = dtype  # nothing is rounded before the end
-    if not _fits(stored, params) or product not in _FLOATS or product is not dtype:
+    if not _fits(stored, params) or product not in KERNEL_FLOATS or product is not dtype:
         if params.scale.dtype is torch.uint8:
             params = replace(params, scale=powers_of(params.scale))
         elif narrow:
@@ -259,7 +258,7 @@ def _pieces(
         return
     rows, columns = items.shape
     width, height = _block(rows, columns, args)
-    across, down = -(-columns // width), -(-rows // height)
+    across, down = ceil_div(columns, width), ceil_div(rows, height)
     scale = params.scale.reshape(down, across)
     zero = None if params.zero_point is None else params.zero_point.reshape(down, across)
     step = max(1, _PIECE // (columns * height)) if height < rows else 1

@@ -17,6 +17,7 @@ from slimtensors.quantization.affine import (
     params_of_range,
 )
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.tensor import ceil_div
 
 
 def gather_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
@@ -51,7 +52,7 @@ def gather_activations(x: Tensor, args: QuantizationArgs) -> Tensor:
 def _blocks(weight: Tensor, args: QuantizationArgs) -> Tensor:
     height, width = args.block_structure or (1, 1)
     *experts, rows, columns = weight.shape
-    down, across = -(-rows // height), -(-columns // width)
+    down, across = ceil_div(rows, height), ceil_div(columns, width)
     whole = weight.new_zeros((*experts, down * height, across * width))
     whole[..., :rows, :columns] = weight
     cut = whole.reshape(*experts, down, height, across, width)

@@ -16,7 +16,7 @@ from slimtensors.layerwise.inputs import Layer, layers_of, without_padding
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization.state import parts_of, quantization_of
 from slimtensors.recipe.calibration import Batch
-from slimtensors.tensor import Json, to_cpu
+from slimtensors.tensor import Json, ceil_div, to_cpu
 
 _IGNORED = -100
 """The label of a token that no model is asked about."""
@@ -74,7 +74,7 @@ def measure(model: nn.Module, batches: Sequence[Batch]) -> Measured:
                     loss += float(functional.cross_entropy(said, wanted, reduction="sum"))
                     tokens += int(wanted.ne(_IGNORED).sum())
             rows = outputs.flatten(0, -2)
-            step = -(-rows.numel() * len(parts) // _MOST)
+            step = ceil_div(rows.numel() * len(parts), _MOST)
             kept.append(rows[:: max(step, 1)].float())
     return Measured(torch.cat(kept), are_logits, math.exp(loss / tokens) if tokens else None)
 

@@ -20,7 +20,7 @@ from slimtensors.codecs.presets import Choice
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.convert import Compression
-from slimtensors.tensor import Json, Parts, Spec, allocate, scratch
+from slimtensors.tensor import Json, Parts, Spec, allocate, ceil_div, scratch
 
 _MOST_LEAVES = 16
 _RUN = 1 << 17
@@ -267,7 +267,7 @@ def _cut_anew(weight: CodedTensor, nbytes: int, *, was_decoded: bool) -> list[_P
         threads = torch.get_num_threads()
         if some < count and _rows_stand_alone(weight.dtype, some, columns, threads):
             every = some
-        parts = codec.cut(plain_parts(held), spec, -(-every * columns // step) * step)
+        parts = codec.cut(plain_parts(held), spec, ceil_div(every * columns, step) * step)
         again = codec if was_decoded else None
     pieces = []
     for first, held_rows in zip(range(0, max(count, 1), every), parts, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimtensors import _core
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
-from slimtensors.tensor import as_bytes, dtype_name
+from slimtensors.tensor import KERNEL_FLOATS, as_bytes, dtype_name
 
 _FEW = 128
 """Inputs up to which our kernel is faster than dequantized weights in float32."""
@@ -34,7 +34,6 @@ _PIECE = 1 << 18
 _RUN = 32
 """Packed codes that must share a scale for our kernel to be fast."""
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -67,7 +66,7 @@ class Kernels:
         """Return the product without a bias; none if dequantized weights would be faster."""
         columns = x.shape[-1]
         count = x.numel() // max(columns, 1)
-        if x.device.type != "cpu" or x.dtype not in _FLOATS or count == 0:
+        if x.device.type != "cpu" or x.dtype not in KERNEL_FLOATS or count == 0:
             return None
         if x.dtype.itemsize > self.scale.dtype.itemsize:  # which the numbers are rounded to
             return None
@@ -123,7 +122,7 @@ def _for_core(codes: Tensor, params: Params, args: QuantizationArgs) -> _CodesAn
     matrix = codes.dim() == 2 and codes.is_contiguous() and params.scale.is_contiguous()
     if not ((channel or grouped) and (bytewise or nibbles) and wide and alone and matrix):
         return None
-    if params.scale.dtype not in _FLOATS:
+    if params.scale.dtype not in KERNEL_FLOATS:
         return None
     scale = params.scale
     return as_bytes(codes), *_KINDS[codes.dtype], as_bytes(scale), dtype_name(scale.dtype)

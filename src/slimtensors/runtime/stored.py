@@ -22,9 +22,7 @@ from slimtensors.runtime.compressed import CompressedTensor, NoConfig
 from slimtensors.runtime.convert import is_mostly_zero
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor, kind_for
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
-from slimtensors.tensor import Parts, Spec, as_bytes, to_cpu
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, as_bytes, to_cpu
 
 
 @register
@@ -136,7 +134,7 @@ def _plain(part: Tensor | Encoded, each: Each) -> Tensor:
 def _sparse(x: Encoded, each: Each) -> CompressedTensor:
     parts = plain_parts(x, each)
     zeros = x.spec.numel - parts["values"].numel()
-    if x.spec.dtype in _FLOATS and is_mostly_zero(zeros, x.spec.numel):
+    if x.spec.dtype in KERNEL_FLOATS and is_mostly_zero(zeros, x.spec.numel):
         return CsrTensor.of(Bitmask().decode(parts, x.spec))
     held = SparseTensor({"mask": parts["mask"], "kept": parts["values"]}, NoConfig(), x.spec)
     held.check()

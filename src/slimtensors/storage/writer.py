@@ -16,7 +16,7 @@ from slimtensors.errors import ConfigError
 from slimtensors.storage import header as headers
 from slimtensors.storage.atomic import create_temporary
 from slimtensors.storage.header import HeaderEntry
-from slimtensors.tensor import Spec
+from slimtensors.tensor import Spec, ceil_div
 
 _AHEAD = 16 << 20
 """Bytes after which the disk is told to begin."""
@@ -49,7 +49,7 @@ class Writer:
     def __init__(self, target: Path, *, reserve: int) -> None:
         touch = partial(Path.touch, exist_ok=False)
         self._temporary, self._descriptor = create_temporary(target, touch)
-        self._reserve = max(-(-reserve // 8) * 8, 16)
+        self._reserve = max(ceil_div(reserve, 8) * 8, 16)
         self._entries: dict[str, HeaderEntry] = {}
         self.checksums: dict[str, int | None] = {}
         self.size = 0

@@ -22,7 +22,7 @@ from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, UnsupportedTensorError
 from slimtensors.parallel import Each, serially
 from slimtensors.storage import StoredFile, has_code
-from slimtensors.tensor import Spec, as_bytes, dtype_name, parse_shape
+from slimtensors.tensor import Spec, as_bytes, ceil_div, dtype_name, parse_shape
 
 NAME = "compressed-tensors"
 
@@ -186,7 +186,7 @@ def _parts(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
     items = as_bytes(x)
     mask, counts = bitmask.find_nonzero(items, x.element_size(), row, each)
     values = bitmask.gather(items, x.element_size(), row, mask, counts, each)
-    per_row = _row_counts(mask, -(-row // 8))
+    per_row = _row_counts(mask, ceil_div(row, 8))
     return {
         "shape": torch.tensor(x.shape, dtype=torch.int64),
         "row_offsets": per_row.cumsum(0) - per_row,

@@ -38,7 +38,7 @@ from slimtensors.codecs.plan import (
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.parallel import Each
 from slimtensors.storage import ByteChunk, HeaderEntry, StoredFile, TensorBytes, has_code
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, as_bytes, view_as
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, as_bytes, ceil_div, view_as
 
 NAME = "slim"
 MAGIC = b"SLIM"
@@ -176,7 +176,7 @@ def pack(encoded: Encoded, each: Each, error: float | None = None) -> list[ByteC
     if error is not None:
         header["error"] = error
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // _ALIGN) * _ALIGN)
+    text = text.ljust(ceil_div(len(text), _ALIGN) * _ALIGN)
     if encoded.spec.shape == (_START.size + len(text) + end,):
         text += b" " * _ALIGN  # a loader that does not know us must find another shape
     start = _START.pack(MAGIC, VERSION, len(text), 0)[:12]
