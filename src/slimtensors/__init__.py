@@ -5,8 +5,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import slimtensors._moved as _moved
-import slimtensors_command.as_module  # noqa: F401  before torch is imported
+from slimtensors import _moved
 
 if TYPE_CHECKING:
     from slimtensors.archive import Archive, inspect, load, open, save

@@ -109,7 +109,7 @@ def test_a_delta_or_an_empty_file_is_refused(source, tmp_path, capsys):
     assert main(["bench", str(tmp_path / "delta")]) == 2
     assert main(["bench", str(tmp_path / "empty")]) == 2
     assert main(["bench", source, "--limit", "0"]) == 2
-    assert "nothing to compress" in capsys.readouterr().err
+    assert "no data to compress" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PEERS)

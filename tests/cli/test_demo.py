@@ -146,7 +146,7 @@ def test_a_model_without_weights_is_refused_in_one_line(tmp_path, capsys):
 def test_options_that_make_no_sense_are_refused(tmp_path, capsys):
     (tmp_path / "there").mkdir()
     assert run("-o", tmp_path / "there") == 2
-    assert "exists already; -f replaces it" in one_line(capsys)
+    assert "already exists; use -f to replace it" in one_line(capsys)
     for steps in (0, 1):
         assert run("-o", tmp_path / "out", "--steps", steps) == 2
         assert "--steps" in one_line(capsys)

@@ -32,7 +32,7 @@ def test_a_file_is_compressed_and_comes_back(source, tmp_path, capsys, dialect):
     assert said.err == ""
     assert small.stat().st_size < source.stat().st_size / 2
     assert run("verify", small, "--against", source) == 0
-    assert f"7 tensors whole, the same as in {source}\n" in capsys.readouterr().out
+    assert f"7 tensors intact, bitwise equal to {source}\n" in capsys.readouterr().out
     assert run("decompress", small, "-o", back) == 0
     assert capsys.readouterr().out == "7 tensors, 32.6 kB\n"
     assert load_file(back).keys() == load_file(source).keys()
@@ -54,7 +54,9 @@ def test_an_existing_target_is_refused_without_force(source, tmp_path, capsys, v
     target = tmp_path / "there"
     target.write_text("mine")
     assert run(verb, source, "-o", target) == 2
-    assert capsys.readouterr().err == f"slimtensors: {target}: exists already; -f replaces it\n"
+    assert (
+        capsys.readouterr().err == f"slimtensors: {target} already exists; use -f to replace it\n"
+    )
     assert target.read_text() == "mine"
     assert run(verb, source, "-o", target, "-f") == 0
     assert slimtensors.verify(target, against=source)

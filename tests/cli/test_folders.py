@@ -273,7 +273,10 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
     (target / "mine.txt").write_text("mine")
     for verb in ("compress", "decompress"):
         assert run(verb, source, "-o", target) == 2
-        assert capsys.readouterr().err == f"slimtensors: {target}: exists already; -f replaces it\n"
+        assert (
+            capsys.readouterr().err
+            == f"slimtensors: {target} already exists; use -f to replace it\n"
+        )
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
     assert run("compress", source, "-o", target, "-f", "-q") == 2  # it is no model
     assert "holds files, but no model" in capsys.readouterr().err

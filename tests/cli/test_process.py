@@ -137,7 +137,7 @@ def test_other_programs_that_import_the_library_keep_their_own_way_to_tell_error
     assert done.stdout == "True\n"
 
 
-INSTALLED = "import sys; from slimtensors_command import main; sys.exit(main())"
+INSTALLED = "import sys; from slimtensors.cli import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", INSTALLED]])

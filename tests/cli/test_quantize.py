@@ -227,9 +227,9 @@ def _tokenizer():
         (["--quantize", "W4A16", "--ignore", "re:.*"], "no layer fits Linear"),
         (["--quantize", "FP8"], "need data"),
         (["--quantize", "W4A16", "--method", "gptq"], "--calibration"),
-        (["--quantize", "W4A16", "--preset", "sparse"], "choose one"),
+        (["--quantize", "W4A16", "--preset", "sparse"], "cannot be combined with --preset"),
         (["--quantize", "W4A16", "--only", "*"], "--ignore"),
-        (["--method", "gptq"], "goes with --quantize"),
+        (["--method", "gptq"], "requires --quantize"),
     ],
 )
 def test_options_that_cannot_be_are_refused(folders, tmp_path, capsys, words, message):

@@ -53,7 +53,7 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "work"}
     assert run(*words) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert run(*words, "-f", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     schema = json.loads(SCHEMA.read_text())
@@ -72,10 +72,10 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--quantize", "W4A16"], "--quantize does not go with --recipe"),
-        (["--preset", "sparse"], "--preset does not go"),
-        (["--only", "*"], "does not go with --dry-run, --only or --skip"),
-        ([], "SparseGPT: needs a text to run the model on: --calibration FILE"),
+        (["--quantize", "W4A16"], "--quantize cannot be combined with --recipe"),
+        (["--preset", "sparse"], "--preset cannot be combined"),
+        (["--only", "*"], "cannot be combined with --dry-run, --only or --skip"),
+        ([], "SparseGPT requires calibration data: --calibration FILE"),
         (["--calibration", "nowhere.txt"], "there is no such file"),
     ],
 )
@@ -101,8 +101,8 @@ def test_a_bad_recipe_or_source_is_named(source, tmp_path, capsys):
     save_file({"x": torch.zeros(4)}, tmp_path / "x.safetensors")
     recipe = source.parent / "recipe.yaml"
     assert run("compress", tmp_path / "x.safetensors", "--recipe", recipe, "-o", "out") == 2
-    assert "a recipe is for model folders" in capsys.readouterr().err
+    assert "--recipe requires a model folder" in capsys.readouterr().err
     assert run("compress", source, "--work", "here", "-o", "out") == 2
-    assert "--work goes with --quantize or --recipe" in capsys.readouterr().err
+    assert "--work requires --quantize or --recipe" in capsys.readouterr().err
     assert run("compress", source, "--recipe", recipe) == 2
-    assert "needs -o" in capsys.readouterr().err
+    assert "requires -o" in capsys.readouterr().err

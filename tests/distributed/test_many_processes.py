@@ -344,7 +344,7 @@ def test_an_error_is_one_line_on_every_rank(tmp_path):
     done = torchrun(2, "compress", source, "-o", source)
     assert done.returncode != 0
     first, second = said(done)
-    assert first == f"slimtensors: rank 0: {source}: exists already; -f replaces it"
+    assert first == f"slimtensors: rank 0: {source} already exists; use -f to replace it"
     assert second.startswith("slimtensors: rank 1: ")
 
 

@@ -163,8 +163,15 @@ def test_importing_loads_nothing_but_torch_and_safetensors():
     loaded = loaded_by("import slimtensors; slimtensors.save")
     tops = {name.partition(".")[0] for name in loaded}
     light = {name.partition(".")[0] for name in loaded_by(LIGHT)} | sys.stdlib_module_names
-    assert tops - light <= {"slimtensors", "slimtensors_command", "_slimtensors_editable"}
+    assert tops - light <= {"slimtensors", "_slimtensors_editable"}
     assert sum(name.startswith("slimtensors.") for name in loaded) <= 50
+
+
+@pytest.mark.slow
+def test_help_loads_neither_torch_nor_a_verb():
+    code = "from slimtensors.cli import parser; parser([]).format_help()"
+    loaded = {name for name in loaded_by(code) if name.startswith(("slimtensors.", "torch"))}
+    assert loaded == {"slimtensors._moved", "slimtensors.cli", "slimtensors.errors"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -244,9 +244,9 @@ def test_half_a_report_of_a_recipe_is_refused(tmp_path, capsys):
     (tmp_path / "report.json").write_text(json.dumps(RECIPE))
     words = ["inspect", tmp_path / "report.json", "--html", tmp_path / "p.html"]
     assert run(*words, "--only", "up") == 2
-    assert "is shown as a whole" in capsys.readouterr().err
+    assert "apply to models only" in capsys.readouterr().err
     assert run("inspect", tmp_path / "report.json") == 2
-    assert "--html FILE makes a page of it" in capsys.readouterr().err
+    assert "use --html FILE to make a page of it" in capsys.readouterr().err
 
 
 def test_a_page_is_written_whole_and_replaces_only_if_told(tmp_path, capsys):

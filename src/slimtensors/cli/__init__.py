@@ -1,50 +1,40 @@
-"""The command line: one file per verb."""
+"""The command line: one file per verb, imported when the verb is used."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 import slimtensors
-from slimtensors.cli import (
-    bench,
-    codecs,
-    completion,
-    compress,
-    convert,
-    decompress,
-    demo,
-    diff,
-    env,
-    inspect,
-    repair,
-    restore,
-    verify,
-)
 from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
-VERBS = (
-    compress,
-    decompress,
-    convert,
-    inspect,
-    verify,
-    repair,
-    diff,
-    restore,
-    bench,
-    codecs,
-    demo,
-    env,
-    completion,
-)
+VERBS = {
+    "compress": "compress a safetensors file or a model folder",
+    "decompress": "write plain safetensors again, bit for bit",
+    "convert": "write a model folder in another dialect, or with dense weights",
+    "inspect": "show how each tensor is stored and what it costs",
+    "verify": "read everything and check every checksum",
+    "repair": "remove leftovers of interrupted saves from a run",
+    "diff": "store a model as its exact difference from a base",
+    "restore": "write the whole model from a delta and its base",
+    "bench": "compare our presets with other compressors on your tensors",
+    "codecs": "list the available codecs",
+    "demo": "store a model in every way and show what each costs",
+    "env": "print versions, processor and installed extras for a bug report",
+    "completion": "print a completion script for your shell",
+}
+"""Each verb is the module of its name, with `EXAMPLES`, `add_arguments` and `run`."""
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    verb = next((word for word in words if not word.startswith("-")), None)
     try:
+        options = parser([verb] if verb in VERBS else []).parse_args(words)
         return int(options.run(options))
     except MissingDependencyError as error:
         return _fail(error, MISSING)
@@ -55,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlimError as error:
         return _fail(error, USAGE)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left; Python would complain at exit
+        sys.stderr.close()  # the reader of our output is gone; Python would complain at exit
         return 0
     except OSError as error:
         return _fail(error, USAGE)
@@ -63,19 +53,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted", INTERRUPTED)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser for all verbs."""
+def parser(complete: Sequence[str | None] = tuple(VERBS)) -> argparse.ArgumentParser:
+    """Return the parser; the verbs in `complete` are imported, others have only their help line."""
     top = argparse.ArgumentParser(
         prog="slimtensors",
-        description="Keep PyTorch models small on disk, in plain safetensors files.",
+        description="Store PyTorch models compactly, in plain safetensors files.",
         epilog="Exit codes: 0 done, 1 the answer is no, 2 usage, 3 damaged file, "
         "4 missing package, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=slimtensors.__version__)
     verbs = top.add_subparsers(metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.add_to(verbs)
+    for name, help in VERBS.items():
+        verb = verbs.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name in complete:
+            module = _import_verb(name)
+            verb.epilog = "\n  ".join(["examples:", *module.EXAMPLES])
+            module.add_arguments(verb)
+            verb.set_defaults(run=module.run)
     return top
+
+
+def _import_verb(name: str) -> ModuleType:
+    return import_module(f"{__name__}.{name}")
 
 
 def _fail(message: object, code: int) -> int:

@@ -29,7 +29,7 @@ _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
 
 @dataclass(frozen=True)
 class Coder:
-    """Compresses a tensor in main memory, and gives its bytes back."""
+    """A compressor of tensors in main memory."""
 
     compress: Callable[[Tensor], Any]
     decompress: Callable[[Any, Spec], Any]
@@ -39,17 +39,17 @@ class Coder:
 
 @dataclass(frozen=True)
 class Peer:
-    """A compressor that may be installed."""
+    """A compressor of another package, which may be missing."""
 
     package: str
-    """What pip calls it."""
+    """Its name on PyPI."""
     module: str
     coder: Callable[[int], Coder]
-    """Gets the number of threads, which some ignore."""
+    """Takes the number of threads; some ignore it."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported."""
+        """Whether its module can be imported."""
         return find_spec(self.module) is not None
 
 
@@ -72,7 +72,7 @@ def _zipnn(threads: int) -> Coder:
 
     def compress(x: Tensor) -> Any:
         if x.dtype in floats:
-            return for_floats.compress(x.clone())  # it overwrites what it is given
+            return for_floats.compress(x.clone())  # it overwrites its input
         return for_bytes.compress(bytearray(_words(x).tobytes()))
 
     def decompress(blob: Any, spec: Spec) -> Any:
@@ -102,14 +102,14 @@ def _openzl(threads: int) -> Coder:
         context = ext.CCtx()
         context.ref_compressor(compressor)
         context.set_parameter(ext.CParam.FormatVersion, ext.MAX_FORMAT_VERSION)
-        words = _words(x)  # held until the end: `Input` does not keep it alive
+        words = _words(x)  # `Input` does not keep it alive
         blob = context.compress([ext.Input(ext.Type.Numeric, words)])
         del words
         return blob
 
     def decompress(blob: Any, spec: Spec) -> Any:
         output = ext.DCtx().decompress(blob)[0]
-        return output.content.as_nparray().copy()  # it is the output's memory
+        return output.content.as_nparray().copy()  # a view of the output's memory
 
     return Coder(compress, decompress)
 
@@ -164,47 +164,58 @@ _HEAD = ("coder", "size", "bits/item", "encode", "decode", "back")
 
 @dataclass(frozen=True)
 class Figures:
-    """What one coder did."""
+    """The results of one coder."""
 
     name: str
     bytes: int
     encode_seconds: float
     decode_seconds: float
     back: str
-    """`same bits`, `lossy`, or what went wrong."""
+    """`same bits`, `lossy`, or the failure."""
 
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "bench",
-        "compare our presets with other compressors on your tensors",
-        "slimtensors bench my-model --limit 1GB",
-        "slimtensors bench my-model --threads 2 --repeats 5 --json",
-    )
+EXAMPLES = (
+    "slimtensors bench my-model --limit 1GB",
+    "slimtensors bench my-model --threads 2 --repeats 5 --json",
+)
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
-    verb.add_argument("--limit", default="256MB", metavar="SIZE", help="use no more than so much")
-    verb.add_argument("--repeats", type=int, default=3, metavar="N", help="count the best of these")
     verb.add_argument(
-        "-T", "--threads", type=int, default=1, metavar="N", help="threads of each (default: 1)"
+        "--limit", default="256MB", metavar="SIZE", help="most data to use (default: 256MB)"
+    )
+    verb.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="repetitions; the best counts (default: 3)",
+    )
+    verb.add_argument(
+        "-T",
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads per compressor (default: 1)",
     )
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and answer 1 if anything but a lossy preset did not give the bits back."""
+    """Print the table; return 1 if a lossless coder did not return the same bits."""
     limit = parse_size(options.limit)
     if not limit or limit < 1 or options.repeats < 1:
-        raise ConfigError("bench needs a --limit of at least 1 byte and 1 of --repeats")
+        raise ConfigError("--limit and --repeats must be at least 1")
     with Archive(options.source) as archive:
         archive.check_whole()
         tensors = list(_sample(archive, limit))
         whole = console.dense_bytes(archive)
     used = sum(x.nbytes for x in tensors)
     if not used:
-        raise ConfigError(f"{options.source}: holds nothing to compress")
+        raise ConfigError(f"{options.source} contains no data to compress")
     missing = {name: peer.package for name, peer in PEERS.items() if not peer.is_installed}
     with Workers(options.threads) as workers:
         torch.set_num_threads(options.threads)
@@ -235,17 +246,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(table(_HEAD, [_row(r, used, items) for r in results.values()], left=1))
         of = "" if used == whole else f" of {format_bytes(whole)}, chosen at random"
-        what = f"{format_bytes(used)}{of} in {count_noun(len(tensors), 'tensor')}"
+        sample = f"{format_bytes(used)}{of} in {count_noun(len(tensors), 'tensor')}"
         threads = count_noun(options.threads, "thread")
-        print(f"{what}; GB/s of {_clock(options.threads)} time, {threads}")
+        print(f"{sample}; GB/s of {_clock(options.threads)} time, {threads}")
         for name, package in missing.items():
             print(f"{name}: not installed: pip install {package}")
-    wrong = any(r.back not in ("same bits", "lossy") for r in results.values())
-    return 1 if wrong else 0
+    failed = any(r.back not in ("same bits", "lossy") for r in results.values())
+    return 1 if failed else 0
 
 
 def _sample(archive: Archive, limit: int) -> Iterator[Tensor]:
-    """Yield tensors in an order that does not change, until there is enough."""
+    """Yield tensors in a fixed random order until `limit` bytes are reached."""
     tied = archive.tied()
     names = [name for name in archive if name not in tied and archive.spec(name).numel]
     random.Random(0).shuffle(names)
@@ -266,13 +277,13 @@ def _first_rows(x: Tensor, limit: int) -> Tensor:
 
 def _coders(each: Each, threads: int) -> Mapping[str, Coder]:
     ours = {
-        f"{name} (lossy)" if name in _LOSSY else name: _ours(choose, each)
+        f"{name} (lossy)" if name in _LOSSY else name: _preset_coder(choose, each)
         for name, choose in presets.PRESETS.items()
     }
     return ours | {name: peer.coder(threads) for name, peer in PEERS.items() if peer.is_installed}
 
 
-def _ours(choose: Chooser, each: Each) -> Coder:
+def _preset_coder(choose: Chooser, each: Each) -> Coder:
     def compress(x: Tensor) -> Tensor | Encoded:
         choice = choose("", x)
         plan = choice.plan if isinstance(choice, Choice) else choice
@@ -301,20 +312,20 @@ def _measure(
             start = now()
             stored = coder.compress(x)
             middle = now()
-            given = coder.decompress(stored, Spec.of(x))
+            restored = coder.decompress(stored, Spec.of(x))
             end = now()
-        except Exception as error:  # whatever a peer raises is a result, too
+        except Exception as error:  # an exception of a peer is a result, too
             return Figures(name, 0, 0.0, 0.0, f"failed on {x.dtype}: {error}")
         size += coder.size(stored)
         encoding += middle - start
         decoding += end - middle
-        if back == "same bits" and not _same(given, x):
+        if back == "same bits" and not _is_same(restored, x):
             back = f"DIFFERENT for {x.dtype}"
     return Figures(name, size, encoding, decoding, back)
 
 
-def _same(given: object, x: Tensor) -> bool:
-    raw = given.numpy() if isinstance(given, Tensor) else np.frombuffer(given, np.uint8)  # type: ignore[call-overload]
+def _is_same(restored: object, x: Tensor) -> bool:
+    raw = restored.numpy() if isinstance(restored, Tensor) else np.frombuffer(restored, np.uint8)  # type: ignore[call-overload]
     return np.array_equal(raw, as_bytes(x).numpy())
 
 

@@ -1,4 +1,4 @@
-"""`slimtensors codecs`: what this installation can read and write."""
+"""`slimtensors codecs`: list the codecs of this installation."""
 
 import argparse
 from dataclasses import fields
@@ -7,12 +7,12 @@ from slimtensors import codecs
 from slimtensors.archive.summary import table
 from slimtensors.cli import console
 
+EXAMPLES = ("slimtensors codecs --json",)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(verbs, "codecs", "list the codecs", "slimtensors codecs --json")
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

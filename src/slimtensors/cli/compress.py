@@ -28,51 +28,55 @@ from slimtensors.storage import parse_size
 
 
 def add_quantize_options(verb: argparse.ArgumentParser) -> None:
-    """Add them, in a group of their own."""
-    group = verb.add_argument_group("to quantize a model folder")
-    group.add_argument("--quantize", metavar="SCHEME", help="W4A16, FP8_DYNAMIC, ..., or a file")
-    group.add_argument("--method", choices=("rtn", "gptq"), help="how to round (default: rtn)")
+    """Add the options of --quantize."""
+    group = verb.add_argument_group("quantization of a model folder")
     group.add_argument(
-        "--calibration", metavar="FILE", help="a text, jsonl, csv or tsv to run the model on"
+        "--quantize", metavar="SCHEME", help="W4A16, FP8_DYNAMIC, ..., or a config file"
     )
-    group.add_argument("--work", metavar="FOLDER", help="where a killed run can go on from")
+    group.add_argument("--method", choices=("rtn", "gptq"), help="rounding method (default: rtn)")
+    group.add_argument(
+        "--calibration", metavar="FILE", help="calibration data: a txt, jsonl, csv or tsv file"
+    )
+    group.add_argument(
+        "--work", metavar="FOLDER", help="keep finished layers here, to resume a killed run"
+    )
     group.add_argument(
         "--ignore",
         action="append",
         metavar="LAYER",
-        help="a layer, or re:PATTERN, to leave as it is (default: lm_head)",
+        help="layer name or re:PATTERN not to quantize (default: lm_head)",
     )
 
 
 def check_quantize(options: argparse.Namespace) -> None:
-    """Raise if options do not go together."""
+    """Raise if the options of --quantize are incomplete or contradict each other."""
     needs = ("method", "calibration", "work", "ignore")
     if options.quantize is None:
         for name in needs:
             if getattr(options, name) is not None:
                 also = " or --recipe" if name in ("calibration", "work") else ""
-                raise ConfigError(f"--{name} goes with --quantize{also}")
+                raise ConfigError(f"--{name} requires --quantize{also}")
         return
     if options.dry_run or options.only or options.skip:
-        raise ConfigError("--quantize goes with --ignore, not with --dry-run, --only or --skip")
+        raise ConfigError("--quantize takes --ignore, not --dry-run, --only or --skip")
     if options.preset is not None:
-        raise ConfigError("--quantize and --preset are two ways to store weights; choose one")
+        raise ConfigError("--quantize cannot be combined with --preset")
     if not is_model(options.source):
-        raise ConfigError(f"{options.source}: only model folders can be quantized")
+        raise ConfigError(f"{options.source}: --quantize requires a model folder")
     if (options.method == "gptq" or options.work) and options.calibration is None:
-        raise ConfigError("--method gptq and --work need --calibration FILE")
+        raise ConfigError("--method gptq and --work require --calibration FILE")
 
 
 def run_quantize(
-    options: argparse.Namespace, archive: Archive, bar: Progress, ranks: ProcessGroup
+    options: argparse.Namespace, archive: Archive, bar: Progress, group: ProcessGroup
 ) -> Summary:
-    """Quantize a folder, with data if there is some."""
+    """Quantize a folder, with calibration data if given."""
     from slimtensors.transformers.calibrate import calibrate_folder
 
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
-    dialects.find(dialect)  # raises if there is none, before the model runs
-    how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=ranks)
+    dialects.find(dialect)  # raise for an unknown one before the model runs
+    how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=group)
     if options.calibration is None:
         return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
     text, method = options.calibration, options.method or "rtn"
@@ -87,11 +91,11 @@ def run_quantize(
             calibration=amount,
             how=how,
         )
-    beside = None
+    parent = None
     if "://" not in options.output:
-        beside = Path(options.output).absolute().parent
-        beside.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=beside) as folder:
+        parent = Path(options.output).absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         first = Path(folder) / "quantized"
         calibrate_folder(options.source, first, config, text, method=method, calibration=amount)
         return convert_folder(first, options.output, to="slim", how=how)
@@ -106,38 +110,46 @@ def _config(options: argparse.Namespace) -> QuantizationConfig:
     return QuantizationConfig.preset(options.quantize, ignore=ignore)
 
 
-_OTHERS = ("quantize", "method", "ignore", "preset", "dialect", "max_shard_size", "threads")
+_NOT_WITH_RECIPE = (
+    "quantize",
+    "method",
+    "ignore",
+    "preset",
+    "dialect",
+    "max_shard_size",
+    "threads",
+)
 
 
 def add_recipe_option(verb: argparse.ArgumentParser) -> None:
-    """Add it, in a group of its own."""
-    group = verb.add_argument_group("to prune and quantize a model folder")
+    """Add --recipe."""
+    group = verb.add_argument_group("pruning and quantization of a model folder")
     group.add_argument(
-        "--recipe", metavar="FILE", help="a YAML file, done with --calibration if it needs data"
+        "--recipe", metavar="FILE", help="YAML recipe to apply, with --calibration if it needs data"
     )
 
 
 def check_recipe_options(options: argparse.Namespace) -> None:
-    """Raise if options do not go with a recipe."""
-    for name in _OTHERS:
+    """Raise if an option cannot be combined with --recipe."""
+    for name in _NOT_WITH_RECIPE:
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --recipe")
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be combined with --recipe")
     if options.dry_run or options.only or options.skip:
-        raise ConfigError("--recipe does not go with --dry-run, --only or --skip")
+        raise ConfigError("--recipe cannot be combined with --dry-run, --only or --skip")
     if options.output is None:
-        raise ConfigError("compress needs -o")
+        raise ConfigError("compress requires -o")
     if not is_model(options.source):
-        raise ConfigError(f"{options.source}: a recipe is for model folders")
+        raise ConfigError(f"{options.source}: --recipe requires a model folder")
 
 
 def run_recipe(options: argparse.Namespace) -> int:
-    """Do what the recipe says, and print what that did."""
+    """Apply the recipe and print its report."""
     check_recipe_options(options)
     console.refuse_existing(options.output, force=options.force)
     recipe = Recipe.load(options.recipe)
-    needing = [modifier_name(modifier) for modifier in recipe.modifiers if needs_data(modifier)]
-    if needing and options.calibration is None:
-        raise ConfigError(f"{needing[0]}: needs a text to run the model on: --calibration FILE")
+    with_data = [modifier_name(modifier) for modifier in recipe.modifiers if needs_data(modifier)]
+    if with_data and options.calibration is None:
+        raise ConfigError(f"{with_data[0]} requires calibration data: --calibration FILE")
     from slimtensors.transformers.oneshot import oneshot
 
     _, report = oneshot(
@@ -154,66 +166,63 @@ def run_recipe(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "compress",
-        "compress a safetensors file or a model folder",
-        "slimtensors compress my-model -o my-model-slim",
-        "slimtensors compress my-model --dry-run --preset extreme",
-        "slimtensors compress my-model --quantize W4A16 --ignore lm_head -o my-model-w4a16",
-        "slimtensors compress my-model --quantize W4A16 --method gptq --calibration text.txt -o w4",
-        "slimtensors compress s3://bucket/model.safetensors --skip '*.bias' -o small.safetensors",
-    )
+EXAMPLES = (
+    "slimtensors compress my-model -o my-model-slim",
+    "slimtensors compress my-model --dry-run --preset extreme",
+    "slimtensors compress my-model --quantize W4A16 --ignore lm_head -o my-model-w4a16",
+    "slimtensors compress my-model --quantize W4A16 --method gptq --calibration text.txt -o w4",
+    "slimtensors compress s3://bucket/model.safetensors --skip '*.bias' -o small.safetensors",
+)
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
     console.add_target(verb, required=False)
+    verb.add_argument("--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless)")
     verb.add_argument(
-        "--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless, exact and small)"
-    )
-    verb.add_argument(
-        "--dialect", help=f"{', '.join(dialects.names())} (default: slim, or what --quantize needs)"
+        "--dialect",
+        help=f"{', '.join(dialects.names())} (default: slim; compressed-tensors with --quantize)",
     )
     add_quantize_options(verb)
     add_recipe_option(verb)
     console.add_shard_size(verb)
-    verb.add_argument("--dry-run", action="store_true", help="tell the sizes, write nothing")
+    verb.add_argument("--dry-run", action="store_true", help="print the sizes without writing")
     console.add_filters(verb, "compress")
     console.add_threads(verb)
     add_timeout(verb)
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compress, then say how much smaller it is."""
-    with process_group(options) as ranks:
+    """Compress, and print the sizes before and after."""
+    with process_group(options) as group:
         if options.recipe is not None:
-            if ranks.count > 1:
-                raise ConfigError("a recipe is done by one process: run it without torchrun")
+            if group.count > 1:
+                raise ConfigError("--recipe runs in one process; start it without torchrun")
             return run_recipe(options)
-        total, summary = _run(options, ranks)
-        if ranks.rank == 0:
+        total, summary = _run(options, group)
+        if group.rank == 0:
             _report(options, total, summary)
     return 0
 
 
-def _run(options: argparse.Namespace, ranks: ProcessGroup) -> tuple[int, Summary]:
-    """Return how many bytes there were, and what they became."""
+def _run(options: argparse.Namespace, group: ProcessGroup) -> tuple[int, Summary]:
+    """Return the size of the source and the summary of the result."""
     check_quantize(options)
     if not options.dry_run and options.output is None:
-        raise ConfigError("compress needs -o, or --dry-run")
-    if ranks.count > 1 and (options.dry_run or options.calibration or not is_model(options.source)):
-        raise ConfigError("many processes compress a model folder, without data and for real")
-    if not options.dry_run and ranks.rank == 0:  # to the others, what rank 0 begins is there
+        raise ConfigError("compress requires -o or --dry-run")
+    if group.count > 1 and (options.dry_run or options.calibration or not is_model(options.source)):
+        raise ConfigError("torchrun supports model folders only, not --calibration or --dry-run")
+    if not options.dry_run and group.rank == 0:  # rank 0 creates what the others would find
         console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         check_globs(archive, options.only + options.skip)
         parse_size(options.max_shard_size)
         total = console.dense_bytes(archive)
-        with rank_progress(total, "compress", ranks) as bar:
-            run = run_quantize if options.quantize else _compress
-            return total, run(options, archive, bar, ranks)
+        with rank_progress(total, "compress", group) as bar:
+            compress = run_quantize if options.quantize else _compress
+            return total, compress(options, archive, bar, group)
 
 
 def _report(options: argparse.Namespace, total: int, summary: Summary) -> None:
@@ -224,12 +233,12 @@ def _report(options: argparse.Namespace, total: int, summary: Summary) -> None:
         print(summary if options.calibration is None else sizes)
         signed = [tensor.name for tensor in summary.tensors if "-0.0" in tensor.note]
         if signed:
-            what = count_noun(len(signed), "tensor")
-            print(f"{what} with -0.0 among the zeros, kept as values: {signed[0]} ...")
+            count = count_noun(len(signed), "tensor")
+            print(f"{count} contain -0.0, stored as nonzero values: {signed[0]} ...")
 
 
 def _compress(
-    options: argparse.Namespace, archive: Archive, bar: Progress, ranks: ProcessGroup
+    options: argparse.Namespace, archive: Archive, bar: Progress, group: ProcessGroup
 ) -> Summary:
     dialect = options.dialect or "slim"
     keep = match_globs(options.only, options.skip)
@@ -250,7 +259,7 @@ def _compress(
             replace=options.force,
             threads=options.threads,
             progress=bar,
-            ranks=ranks,
+            ranks=group,
         )
     return save(
         archive,

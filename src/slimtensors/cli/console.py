@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -24,86 +23,80 @@ from slimtensors.folder.processes import (
 from slimtensors.storage import INCOMPLETE, locate
 from slimtensors.tensor import Json
 
-if TYPE_CHECKING:
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
-
-
-def new_verb(verbs: "Verbs", name: str, help: str, *examples: str) -> argparse.ArgumentParser:
-    """Add a verb, with examples under its help."""
-    return verbs.add_parser(
-        name,
-        help=help,
-        description=help[0].upper() + help[1:] + ".",
-        epilog="\n  ".join(["examples:", *examples]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
 
 def add_source(verb: argparse.ArgumentParser) -> None:
-    """Add the argument that names what is read."""
+    """Add the source argument."""
     verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://...)")
 
 
 def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options that name what is written."""
+    """Add the options of verbs that write: --output, --force, --quiet."""
     verb.add_argument(
         "-o", "--output", required=required, help="file or folder to write, or a URL (s3://...)"
     )
-    verb.add_argument("-f", "--force", action="store_true", help="replace what is there")
-    verb.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors")
+    verb.add_argument("-f", "--force", action="store_true", help="replace an existing target")
+    verb.add_argument("-q", "--quiet", action="store_true", help="print errors only")
 
 
 def add_shard_size(verb: argparse.ArgumentParser) -> None:
-    """Add the size of files."""
+    """Add --max-shard-size."""
     verb.add_argument(
-        "--max-shard-size", metavar="SIZE", help="start a new file at 5GB, 512MiB, ..."
+        "--max-shard-size", metavar="SIZE", help="largest size of a file: 5GB, 512MiB, ..."
     )
 
 
-def add_filters(verb: argparse.ArgumentParser, what: str) -> None:
-    """Add options that choose tensors by name."""
+def add_filters(verb: argparse.ArgumentParser, action: str) -> None:
+    """Add --only and --skip, which select tensors by name."""
     verb.add_argument(
-        "--only", action="append", default=[], metavar="GLOB", help=f"{what} only these tensors"
+        "--only",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help=f"{action} only matching tensors",
     )
     verb.add_argument(
-        "--skip", action="append", default=[], metavar="GLOB", help=f"do not {what} these tensors"
+        "--skip",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help=f"do not {action} matching tensors",
     )
 
 
 def add_threads(verb: argparse.ArgumentParser) -> None:
-    """Add the number of threads."""
+    """Add --threads."""
     verb.add_argument("-T", "--threads", type=int, metavar="N", help="threads (default: all cores)")
 
 
 def add_json(verb: argparse._ActionsContainer) -> None:
-    """Add the output for machines."""
+    """Add --json."""
     verb.add_argument("--json", action="store_true", help="print JSON (see docs/schemas)")
 
 
 def dense_bytes(archive: Archive) -> int:
-    """Return how many bytes the tensors of an archive have in memory; tied ones count once."""
+    """Return the size of all tensors in memory; tied ones count once."""
     tied = archive.tied()
     return sum(archive.spec(name).nbytes for name in archive if name not in tied)
 
 
 def print_json(data: Json) -> None:
-    """Print one JSON document."""
+    """Print a JSON document to stdout."""
     print(json.dumps(data, indent=2))
 
 
 def refuse_existing(target: str, *, force: bool) -> None:
-    """Raise unless `target` is free or may be replaced."""
+    """Raise if `target` exists and may not be replaced."""
     where = locate(target)
     if not force and where.exists() and not where.child(INCOMPLETE).exists():
-        raise ConfigError(f"{target}: exists already; -f replaces it")
+        raise ConfigError(f"{target} already exists; use -f to replace it")
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Show a bar on stderr that counts bytes, if somebody is looking."""
+def progress(total: int, label: str) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar in bytes on stderr if it is a terminal; yield its update function."""
     with tqdm(
         total=total,
-        desc=what,
+        desc=label,
         unit="B",
         unit_scale=True,
         file=sys.stderr,
@@ -114,60 +107,59 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
 
 
 def add_timeout(verb: argparse.ArgumentParser) -> None:
-    """Add how long to wait for others."""
+    """Add --timeout, for runs with several processes."""
     verb.add_argument(
         "--timeout",
         type=float,
         default=TIMEOUT,
         metavar="S",
-        help=f"under torchrun, give up a rank that does nothing for so long (default: {TIMEOUT:g})",
+        help=f"under torchrun, seconds to wait for an inactive rank (default: {TIMEOUT:g})",
     )
 
 
 @contextmanager
 def process_group(options: argparse.Namespace) -> Iterator[ProcessGroup]:
-    """Find the other processes, if there are any; when one fails, all end, and say why."""
+    """Join the processes of torchrun, if any; if one rank fails, all stop with its error."""
     if not is_multi_process():
         yield SingleProcess()
         return
     if options.timeout <= 0:
         raise ConfigError(f"--timeout must be a number of seconds, got {options.timeout:g}")
-    ranks = process_group_from_env(timeout=options.timeout)
-    before = signal.signal(signal.SIGTERM, _stop)
+    group = process_group_from_env(timeout=options.timeout)
+    before = signal.signal(signal.SIGTERM, _raise_stopped)
     try:
-        yield ranks
-        ranks.leave()
+        yield group
+        group.leave()
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself, and first says why
-        _tell(ranks, error)
-        named = _named(error, ranks.rank)
-        raise named from error.__cause__
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # report the error before exiting
+        _notify_others(group, error)
+        raise _add_rank(error, group.rank) from error.__cause__
     signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def rank_progress(total: int, what: str, ranks: ProcessGroup) -> Iterator[Callable[[int], object]]:
-    """Show a bar for the share of rank 0."""
-    if ranks.rank == 0:
-        with progress(total // ranks.count, what) as bar:
+def rank_progress(total: int, label: str, group: ProcessGroup) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar for the share of rank 0, and none on other ranks."""
+    if group.rank == 0:
+        with progress(total // group.count, label) as bar:
             yield bar
     else:
         yield lambda nbytes: None
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise RankError("told to stop, as when another rank ends early; run it again to go on")
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise RankError("stopped by SIGTERM, as when another rank exits early; run it again to resume")
 
 
-def _tell(ranks: TorchProcessGroup, error: BaseException) -> None:
-    """Tell the others, unless it was they who failed."""
+def _notify_others(group: TorchProcessGroup, error: BaseException) -> None:
+    """Send an error of this rank to the others."""
     if not isinstance(error, RankError):
         with suppress(RankError):
-            ranks.fail(error if str(error) else type(error).__name__)
+            group.fail(error if str(error) else type(error).__name__)
 
 
-def _named(error: BaseException, rank: int) -> BaseException:
-    """Return an error that is meant for people with the rank that it happened to."""
+def _add_rank(error: BaseException, rank: int) -> BaseException:
+    """Return an expected error with the rank in its message; other errors unchanged."""
     if not isinstance(error, SlimError | OSError):
         return error
     text = f"rank {rank}: {error}"

@@ -7,26 +7,23 @@ from slimtensors.archive.summary import Summary, count_noun, format_bytes
 from slimtensors.cli import console
 from slimtensors.folder.compress import check_globs, decompress_folder, is_model, match_globs
 
+EXAMPLES = (
+    "slimtensors decompress my-model-slim -o my-model",
+    "slimtensors decompress small.safetensors --only 'encoder.*' -o encoder.safetensors",
+)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "decompress",
-        "write plain safetensors again, bit for bit",
-        "slimtensors decompress my-model-slim -o my-model",
-        "slimtensors decompress small.safetensors --only 'encoder.*' -o encoder.safetensors",
-    )
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
     console.add_target(verb)
     console.add_filters(verb, "write")
     console.add_threads(verb)
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Decompress, then say how large it is."""
+    """Decompress, and print the size of the result."""
     console.refuse_existing(options.output, force=options.force)
     keep = match_globs(options.only, options.skip)
     with Archive(options.source) as archive:

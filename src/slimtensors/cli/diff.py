@@ -10,34 +10,31 @@ from slimtensors.cli import console
 from slimtensors.folder.compress import is_model
 from slimtensors.folder.delta import diff_folder
 
+EXAMPLES = (
+    "slimtensors diff my-finetune --base my-model -o my-finetune-delta",
+    "slimtensors diff my-finetune --base s3://bucket/my-model -o my-finetune-delta",
+)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "diff",
-        "store a model as its exact difference from a base",
-        "slimtensors diff my-finetune --base my-model -o my-finetune-delta",
-        "slimtensors diff my-finetune --base s3://bucket/my-model -o my-finetune-delta",
-    )
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
-    verb.add_argument("--base", required=True, help="the model to differ from")
+    verb.add_argument("--base", required=True, help="the base model")
     console.add_target(verb)
     console.add_threads(verb)
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the delta, then say how large it is."""
+    """Write the delta and print its size."""
     console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         total = console.dense_bytes(archive)
-    work = diff
+    write = diff
     if is_model(options.source):
-        work = partial(diff_folder, replace=options.force)
+        write = partial(diff_folder, replace=options.force)
     with console.progress(total, "diff") as bar:
-        summary = work(
+        summary = write(
             options.source, options.base, options.output, threads=options.threads, progress=bar
         )
     if options.json:
@@ -45,6 +42,6 @@ def run(options: argparse.Namespace) -> int:
     elif not options.quiet:
         changed = count_noun(len(summary.tensors), "tensor")
         size = summary.stored_bytes
-        times = f", {total / size:.1f}x smaller than whole" if size else ""
+        times = f", {total / size:.1f}x smaller than the whole model" if size else ""
         print(f"{changed} changed: {format_bytes(size)}{times}")
     return 0

@@ -1,4 +1,4 @@
-"""`slimtensors env`: what a report of a bug should tell about the machine."""
+"""`slimtensors env`: versions, processor and extras, for bug reports."""
 
 import argparse
 import os
@@ -17,22 +17,20 @@ from slimtensors.tensor import Json
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*(?:;.*\bextra == ['\"]([\w-]+)['\"])?")
 
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "env",
-        "tell versions, processor and installed extras, for a report of a bug",
-        "slimtensors env",
-        "slimtensors env --json",
-    )
+EXAMPLES = (
+    "slimtensors env",
+    "slimtensors env --json",
+)
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line per fact."""
-    found = about()
+    """Print one line per item."""
+    found = describe_environment()
     if options.json:
         console.print_json(found)
         return 0
@@ -41,16 +39,16 @@ def run(options: argparse.Namespace) -> int:
         ("cores", f"{found['cores']}, torch uses {found['torch_threads']}"),
         ("core", f"{found['core']} code"),
         *((name, text or "missing") for name, text in found["packages"].items()),
-        *((f"[{extra}]", _listed(packages)) for extra, packages in found["extras"].items()),
+        *((f"[{extra}]", _list_versions(packages)) for extra, packages in found["extras"].items()),
     ]
     width = max(len(name) for name, _ in rows) + 2
     print("\n".join(f"{name:{width}}{text}" for name, text in rows))
     return 0
 
 
-def about() -> Json:
-    """Return it as the schema of `env --json` says; a package that is missing is null."""
-    needed, extras = _requirements()
+def describe_environment() -> Json:
+    """Return the output of `env --json`; a missing package is null."""
+    required, extras = _requirements()
     return {
         "slimtensors": slimtensors.__version__,
         "python": platform.python_version(),
@@ -59,7 +57,7 @@ def about() -> Json:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "core": _core.cpu(),
-        "packages": {name: _version(name) for name in needed},
+        "packages": {name: _version(name) for name in required},
         "extras": {
             extra: {name: _version(name) for name in names} for extra, names in extras.items()
         },
@@ -67,15 +65,15 @@ def about() -> Json:
 
 
 def _requirements() -> tuple[list[str], dict[str, list[str]]]:
-    """Return the packages that are always needed, and those of each extra."""
-    needed: list[str] = []
+    """Return the required packages, and those of each extra."""
+    required: list[str] = []
     extras: dict[str, list[str]] = {}
     for line in requires("slimtensors") or []:
         found = _REQUIREMENT.match(line)
         assert found, line
         name, extra = found.groups()
-        (needed if extra is None else extras.setdefault(extra, [])).append(name)
-    return needed, extras
+        (required if extra is None else extras.setdefault(extra, [])).append(name)
+    return required, extras
 
 
 def _version(package: str) -> str | None:
@@ -86,12 +84,12 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Return the name that the kernel has for it, where it tells one."""
+    """Return the processor name that the kernel reports, if any."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
-def _listed(packages: dict[str, str | None]) -> str:
+def _list_versions(packages: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {found or 'missing'}" for name, found in packages.items())

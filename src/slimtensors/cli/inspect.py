@@ -68,44 +68,40 @@ def _card_row(kind: str, tensors: list[TensorSummary]) -> tuple[str, ...]:
 _HEAD = ("tensor", "dtype", "shape", "codec", "stored", "dense", "bits/item", "bound")
 
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "inspect",
-        "show how every tensor is stored",
-        "slimtensors inspect my-model-slim --only '*.mlp.*'",
-    )
+EXAMPLES = ("slimtensors inspect my-model-slim --only '*.mlp.*'",)
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
     console.add_filters(verb, "show")
-    verb.add_argument("--parts", action="store_true", help="show what each part costs")
+    verb.add_argument("--parts", action="store_true", help="show the size of each part")
     verb.add_argument(
         "--bound",
         action="store_true",
-        help="show the order-0 entropy in bits per item; reads everything",
+        help="show the order-0 entropy in bits per item (reads all data)",
     )
     console.add_threads(verb)
     form = verb.add_mutually_exclusive_group()
     console.add_json(form)
-    form.add_argument("--markdown", action="store_true", help="print a block for a model card")
-    form.add_argument("--html", metavar="FILE", help="write a page to look at; reads everything")
+    form.add_argument("--markdown", action="store_true", help="print a section for a model card")
+    form.add_argument("--html", metavar="FILE", help="write a report page (reads all data)")
     verb.add_argument(
-        "--against", metavar="OTHER", help="the original, to measure errors for --html"
+        "--against", metavar="OTHER", help="original model to measure errors against, for --html"
     )
-    verb.add_argument("-f", "--force", action="store_true", help="replace the page that is there")
-    verb.set_defaults(run=run)
+    verb.add_argument("-f", "--force", action="store_true", help="replace an existing page")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, or write the page."""
+    """Print the table, or write the report page."""
     if options.html is not None:
         return _page(options)
     if options.against is not None or options.force:
-        raise ConfigError("--against and --force go with --html")
+        raise ConfigError("--against and --force require --html")
     if is_run(options.source):
         return _run_folder(options)
     if is_report(options.source) or _recipe(options.source):
-        raise ConfigError(f"{options.source}: is a report; --html FILE makes a page of it")
+        raise ConfigError(f"{options.source} is a report; use --html FILE to make a page of it")
     summary = _distributed(options) if is_distributed(options.source) else _archive(options)
     if options.json:
         console.print_json(summary.to_json())
@@ -129,10 +125,10 @@ def _archive(options: argparse.Namespace) -> Summary:
 
 
 def _distributed(options: argparse.Namespace) -> Summary:
-    from slimtensors.checkpoint import distributed  # which takes its time to import torch's
+    from slimtensors.checkpoint import distributed  # slow: imports torch.distributed
 
     if options.bound or options.markdown:
-        raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
+        raise ConfigError(f"{options.source} is a distributed checkpoint; consolidate it first")
     keep = match_globs(options.only, options.skip)
     summary = distributed.inspect(options.source)
     check_globs([t.name for t in summary.tensors], options.only + options.skip)
@@ -140,7 +136,7 @@ def _distributed(options: argparse.Namespace) -> Summary:
 
 
 def _page(options: argparse.Namespace) -> int:
-    """Write all there is to see to one file."""
+    """Write the report page."""
     console.refuse_existing(options.html, force=options.force)
     write_page(_report(options), options.html)
     print(f"{options.html}: open it in a browser")
@@ -151,9 +147,9 @@ def _report(options: argparse.Namespace) -> Report:
     source = options.source
     recipe = _recipe(source)
     if not (is_report(source) or is_run(source) or recipe):
-        return _collected(options)
+        return _collect(options)
     if options.only or options.skip or options.against:
-        raise ConfigError(f"{source}: is shown as a whole, without --only or --against")
+        raise ConfigError(f"{source}: --only, --skip and --against apply to models only")
     if recipe:
         return replace(new_report(Path(source).resolve().parent.name, []), recipe=recipe)
     return (
@@ -162,11 +158,11 @@ def _report(options: argparse.Namespace) -> Report:
 
 
 def _recipe(source: str) -> Json | None:
-    """Return the report of a recipe if this is its file, and not a folder that has one."""
+    """Return the recipe report if `source` is such a file (not a folder that contains one)."""
     return read_recipe(source) if Path(source).is_file() else None
 
 
-def _collected(options: argparse.Namespace) -> Report:
+def _collect(options: argparse.Namespace) -> Report:
     with Archive(state_file(options.source)) as archive:
         check_globs(archive, options.only + options.skip)
         stored = sum(map(archive.stored_bytes, archive))
@@ -195,9 +191,9 @@ def _rows(summary: Summary, *, with_parts: bool) -> Iterator[tuple[str, ...]]:
 
 
 def _run_folder(options: argparse.Namespace) -> int:
-    """Print which checkpoints a run has, and which of them need others."""
+    """Print the checkpoints of a run and their bases."""
     if options.only or options.skip:
-        raise ConfigError(f"{options.source}: holds checkpoints; name one to choose tensors of it")
+        raise ConfigError(f"{options.source} is a run; --only and --skip apply to one checkpoint")
     found = points(options.source)
     if options.json:
         console.print_json({"checkpoints": [_point_json(point) for point in found]})

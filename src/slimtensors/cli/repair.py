@@ -1,4 +1,4 @@
-"""`slimtensors repair`: remove what interrupted saves have left in a run."""
+"""`slimtensors repair`: remove leftovers of interrupted saves from a run."""
 
 import argparse
 
@@ -6,22 +6,17 @@ from slimtensors.archive.summary import count_noun
 from slimtensors.checkpoint import repair_run
 from slimtensors.cli import console
 
+EXAMPLES = ("slimtensors repair my-run",)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "repair",
-        "remove incomplete checkpoints from a run",
-        "slimtensors repair my-run",
-    )
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     verb.add_argument("run_folder", metavar="RUN", help="a folder of checkpoints")
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Remove them, and say which."""
+    """Remove leftovers and print their names."""
     removed = repair_run(options.run_folder)
     if options.json:
         console.print_json({"removed": removed})

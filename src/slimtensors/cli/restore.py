@@ -10,35 +10,30 @@ from slimtensors.folder.compress import is_model
 from slimtensors.folder.delta import restore_folder
 from slimtensors.storage import parse_size
 
+EXAMPLES = ("slimtensors restore my-finetune-delta --base my-model -o my-finetune",)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "restore",
-        "write the whole model from a delta and its base",
-        "slimtensors restore my-finetune-delta --base my-model -o my-finetune",
-    )
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
-    verb.add_argument("--base", required=True, help="the model that the delta was made from")
+    verb.add_argument("--base", required=True, help="the base that the delta was made from")
     console.add_target(verb)
     console.add_shard_size(verb)
     console.add_threads(verb)
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the model, then say how large it is."""
+    """Write the model and print its size."""
     console.refuse_existing(options.output, force=options.force)
     parse_size(options.max_shard_size)
-    state = restored_source(as_archive(options.source), as_archive(options.base))
-    total = sum(item.spec.nbytes for item in state.items)
-    work = restore
+    model = restored_source(as_archive(options.source), as_archive(options.base))
+    total = sum(item.spec.nbytes for item in model.items)
+    write = restore
     if is_model(options.source):
-        work = partial(restore_folder, replace=options.force)
+        write = partial(restore_folder, replace=options.force)
     with console.progress(total, "restore") as bar:
-        summary = work(
+        summary = write(
             options.source,
             options.base,
             options.output,

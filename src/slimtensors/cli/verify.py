@@ -1,4 +1,4 @@
-"""`slimtensors verify`: is it whole, and is it the same?"""
+"""`slimtensors verify`: check all checksums, and compare with another archive."""
 
 import argparse
 import sys
@@ -10,27 +10,24 @@ from slimtensors.cli import console
 from slimtensors.errors import ConfigError
 from slimtensors.storage import is_distributed
 
+EXAMPLES = (
+    "slimtensors verify my-model-slim --against my-model",
+    "slimtensors verify my-run --json",
+)
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "verify",
-        "read everything and check every checksum",
-        "slimtensors verify my-model-slim --against my-model",
-        "slimtensors verify my-run --json",
-    )
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     console.add_source(verb)
     verb.add_argument(
-        "--against", metavar="OTHER", help="compare the bits of all tensors with this"
+        "--against", metavar="OTHER", help="compare all tensors bitwise with this archive"
     )
     console.add_threads(verb)
     console.add_json(verb)
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is wrong, and answer 0, 1 (it differs) or 3 (it is damaged)."""
+    """Print every problem; return 0, 1 if tensors differ, or 3 if the source is damaged."""
     if is_run(options.source):
         return _run_folder(options)
     found = _distributed(options) if is_distributed(options.source) else _archive(options)
@@ -41,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     for name, message in found.different.items():
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     if not options.json and found:
-        same = f", the same as in {options.against}" if options.against else ""
-        print(f"all {count_noun(found.tensors, 'tensor')} whole{same}")
+        same = f", bitwise equal to {options.against}" if options.against else ""
+        print(f"{count_noun(found.tensors, 'tensor')} intact{same}")
     if found.damaged:
         return 3
     return 1 if found.different else 0
@@ -61,17 +58,17 @@ def _archive(options: argparse.Namespace) -> Verification:
 
 
 def _distributed(options: argparse.Namespace) -> Verification:
-    from slimtensors.checkpoint import distributed  # which takes its time to import torch's
+    from slimtensors.checkpoint import distributed  # slow: imports torch.distributed
 
     if options.against:
-        raise ConfigError(f"{options.source}: is a distributed checkpoint; consolidate it first")
+        raise ConfigError(f"{options.source} is a distributed checkpoint; consolidate it first")
     return distributed.verify(options.source, threads=options.threads)
 
 
 def _run_folder(options: argparse.Namespace) -> int:
-    """Check all checkpoints of a run."""
+    """Verify all checkpoints of a run."""
     if options.against:
-        raise ConfigError(f"{options.source}: holds checkpoints; name one to compare it")
+        raise ConfigError(f"{options.source} is a run; --against compares a single checkpoint")
     found = verify_run(options.source, threads=options.threads)
     if options.json:
         console.print_json(
@@ -85,7 +82,7 @@ def _run_folder(options: argparse.Namespace) -> int:
     for name, message in found.damaged.items():
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     for name in found.incomplete:
-        print(f"slimtensors: {name}: is incomplete; repair removes it", file=sys.stderr)
+        print(f"slimtensors: {name}: incomplete; `slimtensors repair` removes it", file=sys.stderr)
     if not options.json and found:
-        print(f"all {count_noun(found.checkpoints, 'checkpoint')} whole")
+        print(f"{count_noun(found.checkpoints, 'checkpoint')} intact")
     return 0 if found else 3

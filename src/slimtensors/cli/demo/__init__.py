@@ -24,14 +24,14 @@ A checkpoint is the whole state of the training: weights and the two moments of 
 as a difference from an earlier one where that is smaller. 'optimizer' rounds the moments."""
 
 
-def add_to(verbs: "console.Verbs") -> None:
-    """Add the verb."""
-    verb = console.new_verb(
-        verbs,
-        "demo",
-        "train a small model, or take yours, store it in every way, show what that costs",
-        "slimtensors demo -o demo-output\n  slimtensors demo --model my-model -o my-model-demo",
-    )
+EXAMPLES = (
+    "slimtensors demo -o demo-output",
+    "slimtensors demo --model my-model -o my-model-demo",
+)
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of this verb."""
     verb.add_argument(
         "-o",
         "--output",
@@ -44,7 +44,6 @@ def add_to(verbs: "console.Verbs") -> None:
     verb.add_argument("--model", type=Path, metavar="FOLDER", help="a model, instead of a new one")
     verb.add_argument("--steps", type=int, metavar="N", help=f"steps to train (default: {_STEPS})")
     verb.add_argument("--quick", action="store_true", help="a smaller model, hardly trained")
-    verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
