@@ -1,10 +1,12 @@
-"""Make RESULTS.md, and the table in the README, of the JSON files that the benchmarks have written.
+"""Write RESULTS.md and the README's table from the results of the benchmarks.
 
     python benchmarks/results.py [FOLDER]
 
-Left out are trial runs (`--quick`). What RESULTS.md says of a benchmark that was not run again
-stays, with its date. A figure of the short table whose benchmark was not run is left out; one that
-its benchmark does not state any more is an error.
+Read the JSON files in FOLDER (default: benchmarks/results) and replace their sections in
+RESULTS.md. Trial runs (`--quick`) are skipped. Sections of benchmarks that were not run again stay
+as they are, and so does everything below the first `###` of a section: tables copied by hand from
+the output of a script. Without new results, only the README's table is written again, from the
+figures in RESULTS.md.
 """
 
 import json
@@ -12,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,114 +24,112 @@ README = HERE.parent / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 Result = Mapping[str, Any]
+Claims = Mapping[str, Mapping[str, float]]
 
-_SPARSE, _MANY = "bfloat16 4096 x 4096, density", "2000 fp32 tensors of 64 x 64"
-_CT14, _CT20 = "compressed-tensors 0.14.0.1", "compressed-tensors 0.20"
-_DENSE = "safetensors, dense"
-_W4, _GPTQ = "W4A16 g128 (pack-quantized)", "W4 g128, 4096 x 4096, activation order None"
-_FASTER, _SMALLER = "{:.1f}x as fast", "{:.2f}x smaller"
-_TIME = "{:.2f}x the time"
 
-SHORT: Mapping[str, Sequence[tuple[str, str, str, str]]] = {
-    "bitmask_kernels": [
-        (
-            f"{_SPARSE} 50%, caches warm: encode against {_CT14}",
-            "encode half zeros",
-            _CT14,
-            _FASTER,
+@dataclass(frozen=True)
+class Ratio:
+    """A measured claim as a factor; `inverse` turns "takes 2x the time" into "0.5x as fast"."""
+
+    benchmark: str
+    claim: str
+    inverse: bool = False
+
+    def of(self, claims: Claims) -> float:
+        try:
+            value = claims[self.benchmark][self.claim]
+        except KeyError:
+            raise SystemExit(f"{self.benchmark}: no claim {self.claim!r} in RESULTS.md") from None
+        return 1 / value if self.inverse else value
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the README's table: three factors, each may be missing."""
+
+    title: str
+    peer: str
+    smaller: Ratio | None = None
+    saves: Ratio | None = None
+    loads: Ratio | None = None
+
+
+_W4, _CT20 = "W4A16 g128 (pack-quantized)", "compressed-tensors 0.20"
+_GPTQ = "W4 g128, 4096 x 4096, activation order None: as fast as llm-compressor"
+_SMALL = "2000 fp32 tensors of 64 x 64, sparse, density 10%: open + load"
+
+AHEAD = [
+    Row(
+        "bf16 weights, `lossless` (same size)",
+        "zipnn",
+        saves=Ratio("lossless", "MiniLM bfloat16: encode / zipnn"),
+        loads=Ratio("lossless", "MiniLM bfloat16: decode warm / zipnn"),
+    ),
+    Row(
+        "bf16 weights, `lossless-max`",
+        "pcodec 12",
+        smaller=Ratio("lossless", "MiniLM bfloat16 max: size / pcodec 12", inverse=True),
+        saves=Ratio("lossless", "MiniLM bfloat16 max: encode / pcodec 12"),
+        loads=Ratio("lossless", "MiniLM bfloat16 max: decode warm / pcodec 12"),
+    ),
+    Row(
+        "W4A16 weights (same bytes)",
+        _CT20,
+        saves=Ratio("quantize_kernels", f"{_W4}: compress, scales found against {_CT20}"),
+        loads=Ratio(
+            "quantize_kernels", f"{_W4}: decompress into memory that is there against {_CT20}"
         ),
-        (
-            f"{_SPARSE} 50%, caches warm: decode against {_CT14}",
-            "decode half zeros",
-            _CT14,
-            _FASTER,
-        ),
-        (
-            f"{_SPARSE} 6%, caches cold: decode against {_CT14}",
-            "decode 94 % zeros, cold",
-            _CT14,
-            _FASTER,
-        ),
-    ],
-    "masks": [
-        ("MiniLM 6 %: HDF5 / max, bytes", "94 % zeros, int8", "HDF5, CSR, gzip", _SMALLER),
-        ("BERT Gaussian 6 %: HDF5 / max, bytes", "the same, BERT", "HDF5, CSR, gzip", _SMALLER),
-    ],
-    "lossless": [
-        ("MiniLM bfloat16: points over zipnn", "bf16, `lossless`: size", "zipnn", "{:+.2f} points"),
-        ("MiniLM bfloat16: encode / zipnn", "encode", "zipnn", _FASTER),
-        ("MiniLM bfloat16: decode warm / zipnn", "decode", "zipnn", _FASTER),
-        ("MiniLM bfloat16: decode fresh / zipnn", "decode, fresh memory", "zipnn", _FASTER),
-        (
-            "MiniLM bfloat16 max: size / pcodec 12",
-            "bf16, `lossless-max`: size",
-            "pcodec 12",
-            "{:.3f}x the size",
-        ),
-        ("MiniLM bfloat16 max: encode / pcodec 12", "encode", "pcodec 12", _FASTER),
-        ("MiniLM bfloat16 max: decode warm / pcodec 12", "decode", "pcodec 12", _FASTER),
-    ],
-    "quantize_kernels": [
-        (f"{_W4}: compress, scales found against {_CT20}", "quantize to W4A16", _CT20, _FASTER),
-    ],
-    "gptq": [(f"{_GPTQ}: as fast as llm-compressor", "GPTQ, one layer", "llm-compressor", _FASTER)],
-    "recipes": [
-        ("50 % SparseGPT: CPU time", "SparseGPT, a whole model", "llm-compressor", _TIME),
-    ],
-    "checkpoints": [
-        ("gpt: exact, smaller", "exact delta of a checkpoint, GPT", "torch.save", _SMALLER),
-        ("minilm: exact, smaller", "the same, MiniLM fine-tuned", "torch.save", _SMALLER),
-        ("gpt: optimizer-bf16, smaller", "moments in bf16, GPT", "torch.save", _SMALLER),
-    ],
-    "checkpoint_run": [
-        (
-            "the run, smaller than torch.save files",
-            "50 saves, two of them whole",
-            "torch.save",
-            _SMALLER,
-        ),
-    ],
-    "run_compressed-half": [
-        ("int8, 1 threads", "a token, int8", "dense bf16", _FASTER),
-        ("int4, 1 threads", "a token, int4", "dense bf16", _FASTER),
-        ("load of 579 int8 tensors against torchao", "load 579 int8 tensors", "torchao", _TIME),
-    ],
-    "load_file": [
-        (
-            "load to dense against copying into fresh pages",
-            "load 512 MiB, half zeros",
-            "a copy of the dense bytes",
-            _TIME,
-        )
-    ],
-    "many_tensors": [
-        (f"{_MANY}, plain: open + load", "load 2,000 small tensors", _DENSE, _TIME),
-        (f"{_MANY}, sparse, density 10%: open + load", "the same, sparse", _DENSE, _TIME),
-    ],
-    "cold_load": [("cold: time of the dense load", "load 2 GB, cold cache", _DENSE, _TIME)],
-    "transformers_load": [
-        ("load: time of the cold dense load", "`from_pretrained`, cold cache", _DENSE, _TIME),
-        ("load: time of the warm dense load", "`from_pretrained`, warm cache", _DENSE, _TIME),
-    ],
-    "import_time": [("of import torch", "`import slimtensors`", "`import torch`", _TIME)],
-}
-"""By benchmark: the claim, what it is about, who it is compared with, how to say it."""
+    ),
+    Row("GPTQ, one layer", "llm-compressor", saves=Ratio("gptq", _GPTQ)),
+    Row(
+        "fine-tuning checkpoint, exact delta",
+        "torch.save",
+        smaller=Ratio("checkpoints", "minilm: exact, smaller"),
+    ),
+    Row(
+        "pruned encoder, 6 % left, 8 bits",
+        "DeepCABAC",
+        smaller=Ratio("masks", "MiniLM 6 %: DeepCABAC / max, bytes"),
+        saves=Ratio("masks", "MiniLM 6 %: max saves faster than DeepCABAC"),
+        loads=Ratio("masks", "MiniLM 6 %: max loads faster than DeepCABAC"),
+    ),
+    Row(
+        "int4 model on a CPU, one token",
+        "dense bf16",
+        loads=Ratio("run_compressed-half", "int4, 1 threads"),
+    ),
+]
+BEHIND = [
+    Row(
+        "`from_pretrained`, cold cache, fast disk",
+        "safetensors, dense",
+        loads=Ratio("transformers_load", "load: time of the cold dense load", inverse=True),
+    ),
+    Row(
+        "`from_pretrained`, warm cache",
+        "safetensors, dense",
+        loads=Ratio("transformers_load", "load: time of the warm dense load", inverse=True),
+    ),
+    Row(
+        "2,000 small sparse tensors",
+        "safetensors, dense",
+        loads=Ratio("many_tensors", _SMALL, inverse=True),
+    ),
+]
 
 
 def main() -> int:
     folder = Path(sys.argv[1]) if sys.argv[1:] else HERE / "results"
     results = read(folder)
-    if not results:
-        print(f"{folder}: no results; run the benchmarks first: make bench", file=sys.stderr)
-        return 2
-    RESULTS.write_text(page(results, RESULTS.read_text() if RESULTS.exists() else ""))
-    README.write_text(filled(README.read_text(), short(results)))
-    print(f"{RESULTS.name}: {len(results)} benchmarks")
+    if results:
+        RESULTS.write_text(page(results, RESULTS.read_text()))
+    README.write_text(fill(README.read_text(), short(read_claims(RESULTS.read_text()))))
+    print(f"{RESULTS.name}: {len(results)} benchmarks updated; {README.name}: table written")
     return 0
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """Return the results that state claims, by the name of the benchmark."""
+    """Return the results that state claims, by benchmark."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text())
@@ -138,51 +139,67 @@ def read(folder: Path) -> dict[str, Result]:
     return found
 
 
+def read_claims(text: str) -> dict[str, dict[str, float]]:
+    """Return the claims of every section of RESULTS.md: benchmark, then claim, to the value."""
+    row = re.compile(r"^\| (.+?) \| (-?[\d.e+-]+) [^|]*\| [<>]= ", re.MULTILINE)
+    return {
+        name: {found[1]: float(found[2]) for found in row.finditer(body)}
+        for name, body in _sections(text).items()
+    }
+
+
 def page(results: Mapping[str, Result], before: str) -> str:
-    """Return RESULTS.md: the short table, the machine, and every claim of every benchmark."""
-    older = dict(part.split("\n", 1) for part in before.split("\n## ")[1:])
-    newer = {name: f"\n{_about(it)}\n\n{_table(it['claims'])}\n" for name, it in results.items()}
+    """Return RESULTS.md with the sections of `results` replaced."""
+    sections = _sections(before)
+    for name, result in results.items():
+        _, mark, kept = sections.get(name, "").partition("\n### ")
+        sections[name] = f"\n{_about(result)}\n\n{_table(result['claims'])}\n{mark}{kept}"
     machines = sorted({_machine(result) for result in results.values()})
     parts = [
         "# Results",
-        "Made by `benchmarks/results.py` of what `make bench` measured; "
-        "[what is measured and how to read it](README.md).",
-        short(results),
+        "Written by `benchmarks/results.py`; [how to read them](README.md). Tables under a third-level "
+        "heading are copied from the output of the script.",
         "\n".join(f"- {machine}" for machine in machines),
     ]
-    parts += [f"## {name}\n{text.rstrip()}" for name, text in sorted((older | newer).items())]
+    parts += [f"## {name}\n{text.rstrip()}" for name, text in sorted(sections.items())]
     return "\n\n".join(parts) + "\n"
 
 
-def short(results: Mapping[str, Result]) -> str:
-    """Return the short table between its marks."""
-    rows = [
-        f"| {what} | {peer} | {how.format(_value(results[name], claim))} |"
-        for name, figures in SHORT.items()
-        if name in results
-        for claim, what, peer, how in figures
-    ]
-    return "\n".join([BEGIN, "| | against | |", "|---|---|---|", *rows, END])
+def _sections(text: str) -> dict[str, str]:
+    parts = (part.partition("\n") for part in text.split("\n## ")[1:])
+    return {name: body for name, _, body in parts}
 
 
-def block(text: str) -> str:
-    """Return the table between the marks of a page."""
+def short(claims: Claims) -> str:
+    """Return the README's table between its markers."""
+    head = "| against | size, × smaller | save speed, × | load or run speed, × |"
+    lines = [BEGIN]
+    for title, rows in (("ahead", AHEAD), ("behind", BEHIND)):
+        lines += ["", f"| **{title}** {head}", "|---|---|--:|--:|--:|"]
+        for row in rows:
+            cells = [_factor(ratio, claims) for ratio in (row.smaller, row.saves, row.loads)]
+            lines.append(f"| {row.title} | {row.peer} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", END])
+
+
+def _factor(ratio: Ratio | None, claims: Claims) -> str:
+    if ratio is None:
+        return ""
+    value = ratio.of(claims)
+    return f"{value:.1f}" if value >= 5 else f"{value:.2f}"
+
+
+def find_block(text: str) -> str:
+    """Return the part of a page between the markers, markers included."""
     found = re.search(f"{BEGIN}.*?{END}", text, re.DOTALL)
     if found is None:
-        raise SystemExit(f"no {BEGIN} … {END} on the page")
+        raise SystemExit(f"{BEGIN} … {END} not found")
     return found.group()
 
 
-def filled(text: str, table: str) -> str:
-    """Return the page with another table between its marks."""
-    return text.replace(block(text), table)
-
-
-def _value(result: Result, claim: str) -> float:
-    for stated in result["claims"]:
-        if stated["claim"] == claim:
-            return float(stated["value"])
-    raise SystemExit(f"{result['benchmark']} states no {claim!r}; mend SHORT in results.py")
+def fill(text: str, table: str) -> str:
+    """Return the page with the table replaced."""
+    return text.replace(find_block(text), table)
 
 
 def _machine(result: Result) -> str:
