@@ -109,7 +109,8 @@ def _draw_panel(panel: Panel, x: int) -> Iterator[str]:
         length = max(bar.length / panel.full * (PANEL - 50), 1)
         kind = "bar ours" if bar.ours else "bar"
         yield f'<text x="{x}" y="{y + 8}">{escape(bar.label)}</text>'
-        yield f'<rect class="{kind}" x="{x}" y="{y + 13}" width="{length:.1f}" height="{BAR}" rx="2"/>'
+        size = f'width="{length:.1f}" height="{BAR}"'
+        yield f'<rect class="{kind}" x="{x}" y="{y + 13}" {size} rx="2"/>'
         yield f'<text class="note" x="{x + length + 6:.1f}" y="{y + 23}">{bar.text}</text>'
 
 

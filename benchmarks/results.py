@@ -157,8 +157,8 @@ def page(results: Mapping[str, Result], before: str) -> str:
     machines = sorted({_machine(result) for result in results.values()})
     parts = [
         "# Results",
-        "Written by `benchmarks/results.py`; [how to read them](README.md). Tables under a third-level "
-        "heading are copied from the output of the script.",
+        "Written by `benchmarks/results.py`; [how to read them](README.md). "
+        "Tables under a third-level heading are copied from the output of the script.",
         "\n".join(f"- {machine}" for machine in machines),
     ]
     parts += [f"## {name}\n{text.rstrip()}" for name, text in sorted(sections.items())]
@@ -172,7 +172,7 @@ def _sections(text: str) -> dict[str, str]:
 
 def short(claims: Claims) -> str:
     """Return the README's table between its markers."""
-    head = "| against | size, × smaller | save speed, × | load or run speed, × |"
+    head = "| against | times smaller | save speed, ratio | load or run speed, ratio |"
     lines = [BEGIN]
     for title, rows in (("ahead", AHEAD), ("behind", BEHIND)):
         lines += ["", f"| **{title}** {head}", "|---|---|--:|--:|--:|"]

@@ -1,4 +1,4 @@
-"""How Sphinx makes the documentation: `make docs`."""
+"""Configuration of Sphinx: `make docs`."""
 
 import sys
 from importlib import metadata
@@ -16,7 +16,7 @@ copyright = "the slimtensors authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
-smartquotes = False  # they would make dashes of --options
+smartquotes = False  # would turn --options into dashes
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -25,7 +25,7 @@ html_theme = "furo"
 html_title = f"slimtensors {release}"
 html_copy_source = False
 
-default_role = "code"  # docstrings write `names` as Markdown does
+default_role = "code"  # docstrings use `names` as in Markdown
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
@@ -33,7 +33,7 @@ python_use_unqualified_type_names = True
 
 
 def setup(app: Sphinx) -> None:
-    """Fill in what is made from the source."""
+    """Connect the generated parts."""
     app.connect("source-read", _fill)
 
 
@@ -41,3 +41,4 @@ def _fill(app: Sphinx, page: str, source: list[str]) -> None:
     if page in FILLED:
         assert "<!-- filled in -->" in source[0], page
         source[0] = source[0].replace("<!-- filled in -->", FILLED[page]())
+    source[0] = source[0].replace("](../benchmarks/RESULTS.md", "](results.md")

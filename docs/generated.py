@@ -1,4 +1,4 @@
-"""The parts of pages that are made from the source: the command line and the JSON schemas."""
+"""Parts of pages that are generated: the command line, the JSON schemas, the results."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from slimtensors.cli import parser
 from slimtensors.tensor import Json
 
 SCHEMAS = Path(__file__).parent / "schemas"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "RESULTS.md"
 
 
 def command_line() -> str:
@@ -89,5 +90,15 @@ def _kind(at: Json) -> str:
     return kind if isinstance(kind, str) else " or ".join(kind)
 
 
-FILLED: Mapping[str, Callable[[], str]] = {"cli": command_line, "schemas": schemas}
-"""What takes the place of the mark on each page."""
+def results() -> str:
+    """Return RESULTS.md without its title and introduction, with links relative to docs/."""
+    machine_and_sections = RESULTS.read_text().split("\n\n", 2)[2]
+    return machine_and_sections.replace("](../docs/", "](")
+
+
+FILLED: Mapping[str, Callable[[], str]] = {
+    "cli": command_line,
+    "results": results,
+    "schemas": schemas,
+}
+"""The functions that return the generated part of each page."""

@@ -1,5 +1,6 @@
-"""Every block of code in the documentation runs, in order, in one namespace per page."""
+"""The documentation: code blocks run, links resolve, figures come from measured results."""
 
+import importlib
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ _FENCE = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page):
-    """Yield line number, language and text of the blocks that are to run."""
+    """Yield line number, language and text of the blocks to run, HTML comments included."""
     text = page.read_text()
     for found in _FENCE.finditer(text):
         before = text[: found.start()].rstrip("\n").rpartition("\n")[2]
@@ -31,7 +32,7 @@ def blocks(page):
 
 
 def commands(text):
-    """The commands of a shell block that are ours, without their comments and prompts."""
+    """Yield the slimtensors commands of a shell block, without prompts."""
     joined = text.replace("\\\n", " ")
     for line in joined.splitlines():
         line = line.removeprefix("$ ")
@@ -40,7 +41,7 @@ def commands(text):
 
 
 def run_command(command):
-    """Run a command of ours here, where torch is imported already; what needs a shell, in one."""
+    """Run a command in this process, which has imported torch, or in a shell if it needs one."""
     words = shlex.split(command, comments=True)
     if {">", "|", "&&"} & set(words):
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -49,7 +50,7 @@ def run_command(command):
         ).returncode
     threads = torch.get_num_threads()
     with warnings.catch_warnings():
-        warnings.resetwarnings()  # as in a process of its own
+        warnings.resetwarnings()  # as in a separate process
         try:
             return main(words[1:])
         except SystemExit as ended:
@@ -78,14 +79,14 @@ def test_every_page_is_found():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_resolve(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target and not target.startswith("mailto:"):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
 
 
 @pytest.mark.slow
-def test_the_documentation_is_made_without_a_warning_and_holds_every_public_name(tmp_path):
+def test_the_documentation_builds_without_warnings_and_lists_every_public_name(tmp_path):
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
     command += [ROOT / "docs", tmp_path / "html"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -101,9 +102,51 @@ def test_the_documentation_is_made_without_a_warning_and_holds_every_public_name
         assert f'<section id="{schema.stem}">' in made["schemas"], schema
 
 
-def test_the_table_of_the_readme_is_that_of_the_results():
-    tables = [
-        re.search("<!-- results -->.*<!-- end of results -->", page.read_text(), re.DOTALL)
-        for page in (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
-    ]
-    assert tables[0].group() == tables[1].group()
+@pytest.fixture
+def results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("results")
+
+
+def test_the_readme_table_is_generated_from_the_results(results):
+    claims = results.read_claims(results.RESULTS.read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert results.find_block(readme) == results.short(claims)
+
+
+def test_the_readme_table_separates_wins_from_losses(results):
+    claims = results.read_claims(results.RESULTS.read_text())
+    for rows, is_win in ((results.AHEAD, True), (results.BEHIND, False)):
+        for row in rows:
+            factors = [x.of(claims) for x in (row.smaller, row.saves, row.loads) if x]
+            assert all((factor >= 1) == is_win for factor in factors), row.title
+
+
+def test_new_results_replace_claims_and_keep_the_tables_below_them(results):
+    before = (
+        "# Results\n\nAbout.\n\n- machine\n\n## gptq\n\nold\n\n### Table\n\nkept\n\n"
+        "## other\n\nsame\n"
+    )
+    machine = {"cpu": "x", "cores": 2, "memory_bytes": 2**30, "huge_pages": "", "kernel": "6"}
+    result = {
+        "date": "2026-01-01",
+        "claims": [{"claim": "speed", "value": 2.0, "target": ">= 1", "met": True}],
+        "machine": {**machine, "python": "3.11", "versions": {}, "commit": "abc"},
+        "cores_used_by_others": 0.0,
+        "disturbed": False,
+    }
+    page = results.page({"gptq": result}, before)
+    assert results.read_claims(page)["gptq"] == {"speed": 2.0}
+    assert "### Table\n\nkept\n\n## other\n\nsame\n" in page
+    assert "old" not in page
+
+
+def test_the_chart_is_drawn_from_figures_in_the_results(results):
+    chart = importlib.import_module("chart")
+    rows = chart.read()
+    sections = results.RESULTS.read_text().split("\n## ")
+    for row in rows:
+        if row["benchmark"]:
+            (section,) = (x for x in sections if x.startswith(f"{row['benchmark']}\n"))
+            assert row["value"] in section, row
+    assert chart.TARGET.read_text() == chart.draw(chart.make_panels(rows))
