@@ -1,13 +1,13 @@
-"""Quantize a Llama to 4-bit integers with some data, and store it for transformers and vLLM.
+"""Quantize a Llama to 4-bit integers with calibration data, for transformers and vLLM.
 
-The second half of compressed-tensors' README: calibrate, freeze, compress, save. The model is made
-up here; put your own in its place, and text of its kind in place of the random tokens.
+Follows the README of compressed-tensors: calibrate, freeze, compress, save. Model and data are
+random; replace them with your own.
 
 Prints:
 
     quantized layers: 14
-    as dense: 2.1 MB, as W4A16: 0.7 MB
-    loads and answers the same as the model in memory: True
+    dense: 2.1 MB, W4A16: 0.7 MB
+    the loaded model computes the same logits: True
 """
 
 from pathlib import Path
@@ -46,8 +46,8 @@ print("quantized layers:", sum(name.endswith("weight_packed") for name in state)
 model.save_pretrained("w4a16", state_dict=state)
 
 dense, small = (Path(x, "model.safetensors").stat().st_size / 1e6 for x in ("dense", "w4a16"))
-print(f"as dense: {dense:.1f} MB, as W4A16: {small:.1f} MB")
+print(f"dense: {dense:.1f} MB, W4A16: {small:.1f} MB")
 
 loaded = SparseAutoModelForCausalLM.from_pretrained("w4a16")
 same = torch.equal(loaded(torch.arange(16)[None]).logits, expected)
-print("loads and answers the same as the model in memory:", same)
+print("the loaded model computes the same logits:", same)

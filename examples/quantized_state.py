@@ -1,7 +1,7 @@
-"""Quantize a model in place, and store what it then holds, by torch.save or in our own file.
+"""Quantize a model in place and save its state dict with torch.save and with slimtensors.
 
-The story of torchao's page on serialization, with kernels for the CPU. The state dict keeps its
-names; its tensors are small, and load into a model that was never dense.
+Follows torchao's page on serialization, on a CPU. The names in the state dict do not change, and
+the quantized tensors load into a model on the meta device.
 
 Prints:
 
@@ -9,8 +9,8 @@ Prints:
     quantized model size: 1.0625 MB
     type of weight before loading: Tensor
     type of weight after loading: QuantizedTensor
-    by torch.save the same: True
-    by slimtensors the same: True
+    equal after torch.save: True
+    equal after slimtensors.save: True
 """
 
 import torch
@@ -46,8 +46,8 @@ with torch.device("meta"):
 print("type of weight before loading:", type(m_loaded.linear1.weight.data).__name__)
 m_loaded.load_state_dict(torch.load("model.pt"), assign=True)
 print("type of weight after loading:", type(m_loaded.linear1.weight.data).__name__)
-print("by torch.save the same:", torch.equal(m_loaded(x), ref))
+print("equal after torch.save:", torch.equal(m_loaded(x), ref))
 
 state = slimtensors.load("model.safetensors", run_compressed=True)
 m_loaded.load_state_dict(state, assign=True)
-print("by slimtensors the same:", torch.equal(m_loaded(x), ref))
+print("equal after slimtensors.save:", torch.equal(m_loaded(x), ref))

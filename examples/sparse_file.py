@@ -1,12 +1,12 @@
-"""Store tensors with many zeros, in our dialect and in that of compressed-tensors, and read both.
+"""Store sparse tensors in the dialects `slim` and `compressed-tensors`, and read both.
 
-The story of compressed-tensors' README; it dropped these formats in its release 0.15.
+Follows the README of compressed-tensors, which dropped these formats in release 0.15.
 
 Prints:
 
     slim: 1 tensor, 1 compressed: 524.3 kB -> 94.2 kB
-    compressed-tensors: 142.7 kB, read back the same: True
-    the README's own tensor, whose name has no ".weight": True
+    compressed-tensors: 142.7 kB, equal after loading: True
+    a tensor whose name has no ".weight": True
 """
 
 from pathlib import Path
@@ -29,10 +29,10 @@ save_compressed({"layer.weight": weight}, "sparse.safetensors", compression_form
 back = dict(load_compressed("sparse.safetensors", compression_config=config))
 size = Path("sparse.safetensors").stat().st_size / 1e3
 same = torch.equal(back["layer.weight"], weight)
-print(f"compressed-tensors: {size:.1f} kB, read back the same: {same}")
+print(f"compressed-tensors: {size:.1f} kB, equal after loading: {same}")
 
 tensors = {"tensor_1": torch.Tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])}
 save_compressed(tensors, "model.safetensors", compression_format=config.format)
 back = dict(load_compressed("model.safetensors", compression_config=config))
 same = torch.equal(back["tensor_1"], tensors["tensor_1"])
-print(f'the README\'s own tensor, whose name has no ".weight": {same}')
+print(f'a tensor whose name has no ".weight": {same}')

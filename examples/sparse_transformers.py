@@ -1,14 +1,14 @@
-"""Load a sparse model through transformers, save it compressed, and load that.
+"""Load a sparse model through transformers, save it compressed, and load it again.
 
-The story of sparseml's note on compressed safetensors: nothing changes for who loads a model, and
-one argument for who saves one. The model is made up here, with 60 % of its weights zero.
+Follows sparseml's note on compressed safetensors: loading does not change, saving takes one more
+argument. The model is random, with 60 % of its weights zero.
 
 Prints:
 
     before: None
     dense 3.2 MB, compressed 1.5 MB
     after: sparse-bitmask, unstructured, 60 % zeros
-    the same weights: True
+    the weights are equal: True
 """
 
 import json
@@ -22,11 +22,11 @@ from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 torch.manual_seed(0)
 sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 config = LlamaConfig(vocab_size=512, num_attention_heads=4, **sizes)
-made_up = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-for x in made_up.parameters():
+random_model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+for x in random_model.parameters():
     if x.dim() == 2:
         x.data[torch.rand(x.shape) < 0.6] = 0
-made_up.save_pretrained("pruned")
+random_model.save_pretrained("pruned")
 
 model = SparseAutoModelForCausalLM.from_pretrained("pruned")
 print("before:", json.loads(Path("pruned/config.json").read_text()).get("sparsity_config"))
@@ -44,4 +44,4 @@ print(f"after: {found['format']}, {found['sparsity_structure']}, {zeros:.0f} % z
 
 again = SparseAutoModelForCausalLM.from_pretrained("compressed")
 pairs = zip(model.state_dict().values(), again.state_dict().values(), strict=True)
-print("the same weights:", all(torch.equal(a, b) for a, b in pairs))
+print("the weights are equal:", all(torch.equal(a, b) for a, b in pairs))

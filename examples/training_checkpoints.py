@@ -1,14 +1,14 @@
-"""Save a training run as it goes, each checkpoint as its difference from a keyframe, and resume.
+"""Checkpoint a training run as differences from keyframes, and resume it bit for bit.
 
-The story of trainweights, and what its list of things to do asks for: differences from a reference,
-a context manager around the loop, a choice of what may be rounded, bf16. Resuming is exact.
+Follows trainweights and its to-do list: differences from a reference, a context manager around the
+loop, a choice of what may be rounded, bf16.
 
 Prints:
 
     stopped after 20 steps
     resumed at step 20
     checkpoints: full, delta, full
-    resumed and uninterrupted weights are the same: True
+    resumed and uninterrupted weights are equal: True
     in 8 bits: 3.6 times smaller, largest error below 0.007: True
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from slimtensors.checkpoint import checkpointing, points, save_checkpoint
 
 
-def begin():
+def start():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -36,26 +36,26 @@ def step(model, optimizer, scheduler):
 
 
 def train(folder, *, until):
-    """Train on from the newest checkpoint, if there is one."""
-    trained = begin()
+    """Train from the newest checkpoint, if any."""
+    trained = start()
     with checkpointing(folder, *trained, every=10, keep_last=3) as ckpt:
-        begun = ckpt.start
-        for _ in range(begun, until):
+        first = ckpt.start
+        for _ in range(first, until):
             step(*trained)
             ckpt.step()
-    return trained[0], begun
+    return trained[0], first
 
 
 train("run", until=20)
 print("stopped after 20 steps")
-model, begun = train("run", until=30)
-print("resumed at step", begun)
+model, first = train("run", until=30)
+print("resumed at step", first)
 print("checkpoints:", ", ".join(point.manifest.kind for point in points("run")))
 
 uninterrupted, _ = train("other-run", until=30)
 pairs = zip(model.parameters(), uninterrupted.parameters(), strict=True)
 same = all(torch.equal(a, b) for a, b in pairs)
-print("resumed and uninterrupted weights are the same:", same)
+print("resumed and uninterrupted weights are equal:", same)
 
 saved = save_checkpoint({"model": model.state_dict()}, "int8", quantize_i8=True)
 dense = sum(x.nbytes for x in model.state_dict().values())
