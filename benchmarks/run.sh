@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Run every benchmark that can run here, then make RESULTS.md. Options (--quick) go to each benchmark.
+# Run every benchmark that can run here, then write RESULTS.md. Options (--quick) are passed to each benchmark.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 BENCH_COMMIT=$(git describe --always --dirty)
 export BENCH_COMMIT ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 # for machines that announce AMX and cannot run it
 common="torch safetensors numpy tqdm loguru psutil pydantic transformers accelerate"
 
-# Three environments: with the last compressed-tensors that has the sparse formats, with today's and the other peers,
-# and with llm-compressor, which asks for releases of its own.
-prepare() { # folder, packages that must be there, then a list of those that may be missing
+# Three environments: the last compressed-tensors with sparse formats; the current one and most peers; and
+# llm-compressor, which pins its own dependencies.
+prepare() { # folder, required packages, optional packages
     local pip="$1/bin/pip install --quiet --constraint constraints.txt"
     if [ ! -e "$1/peers" ]; then
         python3 -m venv "$1" && $pip --upgrade pip && $pip $2 || exit 1
@@ -17,7 +17,7 @@ prepare() { # folder, packages that must be there, then a list of those that may
         done
         touch "$1/peers"
     fi
-    # A build folder of its own: `make test` may be using the other one.
+    # A separate build folder: `make test` may be using the other one.
     $pip --no-deps --force-reinstall --config-settings=build-dir="$1/build" . || exit 1
 }
 
@@ -27,7 +27,7 @@ run() { # environment, name, arguments
     "$1/bin/python" "benchmarks/$2.py" "${@:3}" || failed+=("$2")
 }
 
-# A "!" after a name leaves out what the package asks for: it asks for what we have in another release.
+# A "!" after a name installs the package without its dependencies, which conflict with ours.
 prepare .venv-bench "$common" "compressed-tensors==0.14.0.1!"
 for name in bitmask_kernels load_file many_tensors peak_memory; do
     run .venv-bench $name "$@"
@@ -39,9 +39,9 @@ for name in import_time lossless masks cold_load deltas quantize_kernels product
     transformers_load; do
     run .venv-bench-peers $name "$@"
 done
-run .venv-bench-peers scale # is short anyhow
+run .venv-bench-peers scale # takes no options
 run .venv-bench-peers run_compressed --size half "$@"
-states=benchmarks/results/states # kept: training them takes longer than all the rest
+states=benchmarks/results/states # kept: training them takes longer than everything else
 run .venv-bench-peers checkpoints $states "$@"
 run .venv-bench-peers checkpoint_run $states "$@"
 run .venv-bench-peers distributed $states "$@"
@@ -55,4 +55,4 @@ for name in gptq sparsegpt recipes; do
 done
 
 .venv-bench/bin/python benchmarks/results.py
-[ ${#failed[@]} -eq 0 ] || { echo "did not run: ${failed[*]}" >&2; exit 1; }
+[ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }
