@@ -186,7 +186,9 @@ def _factor(ratio: Ratio | None, claims: Claims) -> str:
     if ratio is None:
         return ""
     value = ratio.of(claims)
-    return f"{value:.1f}" if value >= 5 else f"{value:.2f}"
+    if value >= 5:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if abs(value - 1) < 0.01 else f"{value:.2f}"
 
 
 def find_block(text: str) -> str:
