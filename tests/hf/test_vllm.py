@@ -91,14 +91,15 @@ def registering(table, base):
     return register
 
 
-@pytest.fixture
-def vllm(monkeypatch):
-    """Put the stand-in where vLLM's modules would be, and register as vLLM does."""
+root = "vllm.model_executor"
+
+
+def layout(version="0.28.0"):
+    """Return the modules and names of vLLM that we use."""
     LOADERS.clear()
     METHODS.clear()
-    root = "vllm.model_executor"
-    contents = {
-        "vllm": {},
+    return {
+        "vllm": {"__version__": version},
         root: {},
         f"{root}.layers": {},
         f"{root}.layers.linear": {
@@ -117,6 +118,10 @@ def vllm(monkeypatch):
             "register_model_loader": registering(LOADERS, BaseModelLoader),
         },
     }
+
+
+def install(monkeypatch, contents):
+    """Put the stand-in where vLLM's modules would be, and register as vLLM does."""
     for name, names in contents.items():
         module = ModuleType(name)
         vars(module).update(names)
@@ -124,6 +129,11 @@ def vllm(monkeypatch):
     (point,) = entry_points(group="vllm.general_plugins", name="slimtensors")
     point.load()()
     point.load()()  # vLLM may load plug-ins several times
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    install(monkeypatch, layout())
 
 
 class Fused(nn.Module):
@@ -194,3 +204,85 @@ def test_layers_are_told_to_be_ordinary_ones(vllm):
     assert isinstance(method.get_quant_method(LinearBase(), "x"), UnquantizedLinearMethod)
     assert method.get_quant_method(FusedMoE(), "x").moe == "experts"
     assert method.get_quant_method(nn.LayerNorm(4), "x") is None
+
+
+NEEDED = [
+    (f"{root}.layers.linear", "LinearBase"),
+    (f"{root}.layers.linear", "UnquantizedLinearMethod"),
+    (f"{root}.layers.quantization", "QUANTIZATION_METHODS"),
+    (f"{root}.layers.quantization", "register_quantization_config"),
+    (f"{root}.layers.quantization.base_config", "QuantizationConfig"),
+    (f"{root}.model_loader", "BaseModelLoader"),
+    (f"{root}.model_loader", "register_model_loader"),
+]
+
+
+def only_warning(caplog):
+    (record,) = [r for r in caplog.records if r.name.startswith("slimtensors")]
+    assert record.levelname == "WARNING"
+    assert "\n" not in record.getMessage()
+    return record.getMessage()
+
+
+@pytest.mark.parametrize(("module", "name"), NEEDED)
+def test_a_vllm_that_lacks_a_name_is_left_as_it_is(monkeypatch, caplog, module, name):
+    contents = layout(version=f"9.0+{name}")
+    del contents[module][name]
+    install(monkeypatch, contents)
+    message = only_warning(caplog)
+    assert f"vLLM 9.0+{name}" in message
+    assert name in message
+    assert not LOADERS
+    assert not METHODS
+
+
+@pytest.mark.parametrize("module", sorted({module for module, _ in NEEDED}))
+def test_a_vllm_that_lacks_a_module_is_left_as_it_is(monkeypatch, caplog, module):
+    contents = layout(version=f"9.1+{module}")
+    del contents[module]
+    install(monkeypatch, contents)
+    assert module in only_warning(caplog)
+    assert not LOADERS
+    assert not METHODS
+
+
+def test_a_vllm_whose_functions_raise_does_not_stop(monkeypatch, caplog):
+    def refuse(name):
+        raise TypeError("takes 2\narguments")
+
+    contents = layout(version="9.2")
+    contents[f"{root}.model_loader"]["register_model_loader"] = refuse
+    install(monkeypatch, contents)
+    assert "vLLM 9.2 (TypeError: takes 2 arguments)" in only_warning(caplog)
+    assert not METHODS
+
+
+def test_a_vllm_of_other_base_classes_does_not_stop(monkeypatch, caplog):
+    contents = layout(version="9.3")
+    contents[f"{root}.layers.quantization.base_config"]["QuantizationConfig"] = lambda: None
+    install(monkeypatch, contents)
+    assert "vLLM 9.3" in only_warning(caplog)
+    assert not LOADERS
+
+
+def test_without_vllm_nothing_is_raised(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    install(monkeypatch, {})
+    assert "(unknown version)" in only_warning(caplog)
+
+
+@pytest.mark.parametrize("kept", ["no module", "no class", "a function"])
+def test_a_vllm_without_the_classes_of_experts_is_supported(monkeypatch, caplog, kept):
+    contents = layout(version="0.32.0")
+    if kept == "no module":
+        del contents[f"{root}.layers.fused_moe.layer"], contents[f"{root}.layers.fused_moe"]
+    elif kept == "no class":
+        contents[f"{root}.layers.fused_moe"].clear()
+        contents[f"{root}.layers.fused_moe.layer"].clear()
+    else:
+        contents[f"{root}.layers.fused_moe"]["FusedMoE"] = lambda: None
+    install(monkeypatch, contents)
+    assert not caplog.records
+    method = METHODS["slimtensors"].from_config({})
+    assert isinstance(method.get_quant_method(LinearBase(), "x"), UnquantizedLinearMethod)
+    assert method.get_quant_method(FusedMoE(), "x") is None

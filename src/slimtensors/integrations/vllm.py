@@ -4,6 +4,8 @@ vLLM calls `register` in each of its processes, because our package names it und
 `vllm.general_plugins`. Then `--load-format slimtensors` loads such folders.
 """
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,52 @@ from slimtensors.errors import MismatchError
 
 METHOD = "slimtensors"
 
+log = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Tell vLLM about our loader and our `quant_method`; once or several times."""
-    from vllm.model_executor.layers.fused_moe import FusedMoE
-    from vllm.model_executor.layers.fused_moe.layer import UnquantizedFusedMoEMethod
+    """Register our loader and our `quant_method`; log a warning if this vLLM does not allow it.
+
+    Never raises: after an exception in a plug-in, vLLM starts no model, dense ones included.
+    """
+    try:
+        register_classes()
+    except Exception as error:  # vLLM guarantees no interface: anything may be missing or differ
+        warn_once(vllm_version(), " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+@cache
+def warn_once(version: str, reason: str) -> None:
+    """Log that the plug-in is off, once per process and reason."""
+    log.warning("slimtensors is disabled in vLLM %s (%s)", version, reason)
+
+
+def vllm_version() -> str:
+    """Return the version of the installed vLLM, or "(unknown version)"."""
+    try:
+        import vllm
+
+        return str(vllm.__version__)
+    except Exception:  # called while an error is handled, which must not be replaced
+        return "(unknown version)"
+
+
+def experts_classes() -> tuple[type, Any] | None:
+    """Return the class of expert layers and its dense method, or None if vLLM has no such names.
+
+    Versions without these names use dense experts where `get_quant_method` returns None.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe import FusedMoE
+        from vllm.model_executor.layers.fused_moe.layer import UnquantizedFusedMoEMethod
+    except ImportError:
+        return None
+    # Functions took the place of classes in some versions.
+    return (FusedMoE, UnquantizedFusedMoEMethod) if isinstance(FusedMoE, type) else None
+
+
+def register_classes() -> None:
+    """Register with vLLM, unless done before."""
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import (
         QUANTIZATION_METHODS,
@@ -30,8 +73,8 @@ def register() -> None:
 
     if METHOD in QUANTIZATION_METHODS:
         return
+    experts = experts_classes()
 
-    @register_model_loader(METHOD)
     class SlimLoader(BaseModelLoader):
         """Decodes a folder tensor by tensor, as the model takes them."""
 
@@ -41,7 +84,6 @@ def register() -> None:
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
             stream_into(model, local_folder(model_config, self.load_config))
 
-    @register_quantization_config(METHOD)
     class SlimMethod(QuantizationConfig):
         """Says that layers are ordinary ones: what is compressed is only the folder."""
 
@@ -68,9 +110,12 @@ def register() -> None:
         def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
             if isinstance(layer, LinearBase):
                 return UnquantizedLinearMethod()
-            if isinstance(layer, FusedMoE):
-                return UnquantizedFusedMoEMethod(layer.moe_config)
+            if experts is not None and isinstance(layer, experts[0]):
+                return experts[1](layer.moe_config)
             return None
+
+    register_model_loader(METHOD)(SlimLoader)
+    register_quantization_config(METHOD)(SlimMethod)
 
 
 def stream_into(model: Any, folder: Path) -> None:
