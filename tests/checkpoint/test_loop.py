@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -284,16 +283,144 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     assert "all 2 checkpoints whole" in capsys.readouterr().out
 
     (folder / ".step-00000003.abc.slimtensors-tmp").mkdir()
-    (folder / "step-00000002" / "checkpoint.json").unlink()
     assert main(["verify", str(folder)]) == 3
-    assert "step-00000002: is incomplete" in capsys.readouterr().err
+    assert ".step-00000003.abc.slimtensors-tmp: is incomplete" in capsys.readouterr().err
     assert main(["repair", str(folder)]) == 0
-    assert "2 incomplete checkpoints removed" in capsys.readouterr().out
+    assert "1 incomplete checkpoint removed" in capsys.readouterr().out
     assert main(["verify", str(folder), "--json"]) == 0
-    assert fitting("verify-run", capsys)["checkpoints"] == 1
+    assert fitting("verify-run", capsys)["checkpoints"] == 2
     assert main(["repair", str(folder), "--json"]) == 0
-    assert fitting("repair", capsys) == {"removed": []}
-    assert Path(folder / "step-00000001").exists()
+    assert fitting("repair", capsys) == {"removed": [], "left": {}}
+
+
+def damage(about, kind):
+    raw = about.read_bytes()
+    match kind:
+        case "a flipped bit":
+            about.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+        case "a newer version":
+            about.write_bytes(raw.replace(b'"version": 1', b'"version": 2'))
+        case "an unknown key":
+            about.write_bytes(raw.replace(b'"version": 1', b'"version": 1, "sealed": true'))
+        case "an empty file":
+            about.write_bytes(b"")
+        case "no file":
+            about.unlink()
+        case "a folder":
+            about.unlink()
+            about.mkdir()
+        case "another program's":
+            about.write_bytes(b'{"epoch": 3}')
+    assert not about.is_file() or about.read_bytes() != raw
+
+
+DAMAGE = [
+    "a flipped bit",
+    "a newer version",
+    "an unknown key",
+    "an empty file",
+    "no file",
+    "a folder",
+    "another program's",
+]
+
+
+def content(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_an_unreadable_checkpoint_stays_and_is_reported(tmp_path, caplog, capsys, kind, step):
+    folder = tmp_path / "run"
+    kept(folder, [3, 2, 1], base=None if step == 1 else "auto")
+    name = f"step-{step:08d}"
+    damage(folder / name / "checkpoint.json", kind)
+    before = content(folder / name)
+    (folder / "logs").mkdir()
+    (folder / ".step-00000004.abc.slimtensors-tmp").mkdir()
+
+    assert main(["verify", str(folder), "--json"]) == 3
+    assert name in fitting("verify-run", capsys)["damaged"]
+    assert repair_run(folder) == [".step-00000004.abc.slimtensors-tmp"]
+    assert main(["repair", str(folder), "--json"]) == 0
+    assert list(fitting("repair", capsys)["left"]) == [name]
+    assert main(["repair", str(folder)]) == 0
+    assert f"{name}: unreadable, left as it is" in capsys.readouterr().err
+
+    caplog.clear()
+    run = Run()
+    with looped(run, folder, every=1, keep_last=1) as ckpt:
+        start = ckpt.start
+        for _ in range(start, 5):
+            run.train(1)
+            ckpt.step()
+    assert start == (2 if step == 3 else 3)
+    assert f"{name}: unreadable checkpoint left as it is" in caplog.text
+    assert names(folder)[-1] == "step-00000005"
+    assert content(folder / name) == before
+    assert (folder / "logs").is_dir()
+
+
+def test_no_flipped_bit_of_a_description_removes_a_checkpoint(tmp_path):
+    kept(tmp_path, [1])
+    about = tmp_path / "step-00000001" / "checkpoint.json"
+    raw = about.read_bytes()
+    for i in range(0, 8 * len(raw), 3):
+        flipped = bytearray(raw)
+        flipped[i // 8] ^= 1 << i % 8
+        about.write_bytes(flipped)
+        assert repair_run(tmp_path) == []
+        assert about.read_bytes() == flipped
+    assert (tmp_path / "step-00000001" / "state.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["a flipped bit", "a newer version", "an unknown key"])
+def test_the_base_of_an_unreadable_delta_stays(tmp_path, kind):
+    kept(tmp_path, [2, 1], base="auto")
+    about = tmp_path / "step-00000002" / "checkpoint.json"
+    raw = about.read_bytes()
+    damage(about, kind)
+    with looped(Run(), tmp_path, every=1, keep_last=1, base=None) as ckpt:
+        ckpt.step()
+        ckpt.step()
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    about.write_bytes(raw)
+    load_checkpoint(tmp_path / "step-00000002")
+
+
+def test_an_unreadable_keyframe_ends_a_resume_and_its_deltas_stay(tmp_path):
+    kept(tmp_path, [2, 1], base="auto")
+    about = tmp_path / "step-00000001" / "checkpoint.json"
+    raw = about.read_bytes()
+    damage(about, "a flipped bit")
+    with pytest.raises(FormatError, match="none of its 1 checkpoints"), looped(Run(), tmp_path):
+        pass
+    about.write_bytes(raw)
+    with looped(Run(), tmp_path) as ckpt:
+        assert ckpt.start == 2
+
+
+def test_a_save_of_the_step_of_an_unreadable_one_takes_another_name(tmp_path):
+    kept(tmp_path, [2, 1], base="auto")
+    damage(tmp_path / "step-00000002" / "checkpoint.json", "an empty file")
+    with looped(Run(), tmp_path, every=1) as ckpt:
+        ckpt.step()
+    assert names(tmp_path) == ["step-00000001", "step-00000002-2"]
+    with looped(Run(), tmp_path) as ckpt:
+        assert ckpt.start == 2
+
+
+def test_only_names_of_our_own_writer_are_removed(tmp_path):
+    kept(tmp_path, [1])
+    strangers = ["x.slimtensors-tmp", ".x.tmp", "step-00000009.tmp", ".hidden"]
+    for name in strangers:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.safetensors").write_bytes(b"")
+    (tmp_path / ".y.slimtensors-tmp").symlink_to(tmp_path / ".hidden")
+    (tmp_path / ".z.slimtensors-tmp").mkdir()
+    assert repair_run(tmp_path) == [".z.slimtensors-tmp"]
+    assert all((tmp_path / name / "state.safetensors").exists() for name in strangers)
 
 
 KILLED = """

@@ -5,6 +5,7 @@ from slimtensors.checkpoint.policy import PROFILES, Filter, Profile, RoleInfo
 from slimtensors.checkpoint.run import (
     Point,
     RunVerification,
+    find_unreadable,
     is_run,
     points,
     remove_checkpoint,
@@ -29,6 +30,7 @@ __all__ = [
     "Saved",
     "build_checkpoint",
     "checkpointing",
+    "find_unreadable",
     "flatten",
     "is_run",
     "load_checkpoint",

@@ -1,5 +1,6 @@
 """Checkpoints in a training loop: saved on the side, kept as told, resumed from the newest."""
 
+import itertools
 import logging
 import signal
 import threading
@@ -23,6 +24,9 @@ from slimtensors.checkpoint.run import (
     Retention,
     demote,
     drop_incomplete,
+    find_mentioned,
+    find_unreadable,
+    needed,
     next_base,
     points,
     resumable,
@@ -310,7 +314,7 @@ class Checkpointing:
         base = next_base(points(self.run), options.base, self._since, options.keyframe_every)
         saved = save_flat(
             state,
-            self.run / options.name.format(step),
+            self._target(step),
             base=base.path if base else None,
             profile=options.profile,
             files=files,
@@ -323,9 +327,17 @@ class Checkpointing:
             options.on_commit(saved.path)
         return saved
 
+    def _target(self, step: int) -> Path:
+        """Return the folder of a step, with a suffix if an unreadable checkpoint has that name."""
+        usual = self._options.name.format(step)
+        names = itertools.chain([usual], (f"{usual}-{i}" for i in itertools.count(2)))
+        taken = find_unreadable(self.run)
+        return next(self.run / name for name in names if name not in taken)
+
     def _tidy(self) -> None:
         found = points(self.run)
         keep = self._options.retention.kept(resumable(found))
+        keep |= needed(find_mentioned(find_unreadable(self.run), self.run, found), found)
         # Newest first: a delta goes before what it needs, so that none is ever left without.
         for point in reversed(resumable(found)):
             if point.name in keep:

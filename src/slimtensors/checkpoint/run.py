@@ -1,5 +1,6 @@
 """Runs: folders of checkpoints; keyframes, retention, verification and repair."""
 
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from slimtensors import archive
 from slimtensors.checkpoint.manifest import (
+    MANIFEST,
     STATE,
     CheckpointManifest,
     content_id,
@@ -17,6 +19,8 @@ from slimtensors.checkpoint.store import FlatState, Saved, StoredState, save_fla
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import find_leftovers, lock_folder, remove_folder
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,25 @@ def points(run: StrPath) -> list[Point]:
     return sorted(found, key=lambda point: point.order)
 
 
+def find_unreadable(run: StrPath) -> dict[str, str]:
+    """Return the folders that contain files of a checkpoint but are not readable as one, and why.
+
+    They may be damaged, or written by a newer version or another program; nothing removes them.
+    """
+    found = ((folder, _manifest_error(folder)) for folder in _folders(local_path(run)))
+    return {folder.name: problem for folder, problem in found if problem}
+
+
+def find_mentioned(names: Iterable[str], run: Path, among: Sequence[Point]) -> set[str]:
+    """Return the points that the `checkpoint.json` of these folders mentions, readable or not.
+
+    One of them may be the base of a checkpoint that can be repaired.
+    """
+    files = (run / name / MANIFEST for name in names)
+    texts = [file.read_bytes() for file in files if file.is_file()]
+    return {p.name for p in among if any(f'"{p.name}"'.encode() in text for text in texts)}
+
+
 def needed(names: Iterable[str], among: Sequence[Point]) -> set[str]:
     """Return these checkpoints and all that they need."""
     known = {point.name: point for point in among}
@@ -93,7 +116,7 @@ class RunVerification:
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Checkpoints that cannot be used, and why."""
     incomplete: Sequence[str] = ()
-    """Folders that interrupted saves have left; `repair` removes them."""
+    """Temporary folders of interrupted saves; `repair` removes them."""
 
     def __bool__(self) -> bool:
         return not self.damaged and not self.incomplete
@@ -111,21 +134,28 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
             problem = str(error)
         if problem:
             damaged[point.name] = problem
-    return RunVerification(len(found), damaged, [path.name for path in _incomplete(folder)])
+    damaged |= find_unreadable(folder)
+    return RunVerification(len(found), damaged, [path.name for path in find_leftovers(folder)])
 
 
 def repair_run(run: StrPath) -> list[str]:
-    """Remove what interrupted saves have left, and return the names; damaged ones stay."""
+    """Remove temporary folders of interrupted saves, and return their names.
+
+    Everything else stays; `find_unreadable` returns the damaged ones, for each of which a warning is
+    logged.
+    """
     folder = local_path(run)
     with lock_folder(folder):
         return drop_incomplete(folder)
 
 
 def drop_incomplete(run: Path) -> list[str]:
-    """Do what `repair_run` does, for whoever holds the lock already."""
-    found = list(_incomplete(run))
+    """Do what `repair_run` does; the caller must have locked the run."""
+    found = find_leftovers(run)
     for path in found:
         shutil.rmtree(path)
+    for name, problem in find_unreadable(run).items():
+        _log.warning("%s: unreadable checkpoint left as it is: %s", run / name, problem)
     return [path.name for path in found]
 
 
@@ -147,16 +177,19 @@ def _folders(run: Path) -> Iterator[Path]:
 def _manifest(folder: Path) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
-    except FormatError:
+    except (FormatError, IsADirectoryError):
         return None
 
 
-def _incomplete(run: Path) -> Iterator[Path]:
-    """Yield temporary folders, and those with tensors that no description makes a checkpoint."""
-    yield from find_leftovers(run)
-    for folder in _folders(run):
-        if (folder / STATE).exists() and _manifest(folder) is None:
-            yield folder
+def _manifest_error(folder: Path) -> str:
+    """Return why a folder with files of a checkpoint is not readable, or an empty string."""
+    if not any((folder / name).exists() for name in (MANIFEST, STATE)):
+        return ""
+    try:
+        read_manifest(folder)
+    except (FormatError, IsADirectoryError) as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

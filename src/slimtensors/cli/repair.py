@@ -1,9 +1,10 @@
 """`slimtensors repair`: remove leftovers of interrupted saves from a run."""
 
 import argparse
+import sys
 
 from slimtensors.archive.summary import count_noun
-from slimtensors.checkpoint import repair_run
+from slimtensors.checkpoint import find_unreadable, repair_run
 from slimtensors.cli import console
 
 EXAMPLES = ("slimtensors repair my-run",)
@@ -16,10 +17,13 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Remove leftovers and print their names."""
+    """Remove leftovers; print their names, and the unreadable checkpoints that stay."""
     removed = repair_run(options.run_folder)
+    left = find_unreadable(options.run_folder)
+    for name, problem in left.items():
+        print(f"slimtensors: {name}: unreadable, left as it is: {problem}", file=sys.stderr)
     if options.json:
-        console.print_json({"removed": removed})
+        console.print_json({"removed": removed, "left": left})
         return 0
     for name in removed:
         print(name)

@@ -241,10 +241,9 @@ def remove_folder(path: Path) -> None:
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """List what interrupted saves and removals have left behind."""
-    return sorted(
-        path for path in folder.iterdir() if path.name.endswith(TEMPORARY_SUFFIX) and path.is_dir()
-    )
+    """Return the temporary folders of interrupted saves and removals."""
+    found = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(p for p in found if p.name.startswith(".") and p.name.endswith(TEMPORARY_SUFFIX))
 
 
 def check_absent(target: Path) -> None:
