@@ -27,6 +27,34 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and raw_bytes(a) == raw_bytes(b)
 
 
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 4e-3}
+"""How far two results of the same computation may be apart, relative to the greatest."""
+
+
+def same_results(a: Tensor, b: Tensor) -> bool:
+    """Return True if two results of a computation differ by rounding at most.
+
+    Kernels sum in an order that depends on the instruction set, the threads, and the addresses of
+    their operands: the outputs of two models with equal weights need not be bitwise equal.
+    """
+    a, b = a.detach(), b.detach()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    greatest = b.abs().max().item() if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=ROUNDING[a.dtype] * greatest, equal_nan=True)
+
+
+def aligned(model: torch.nn.Module) -> torch.nn.Module:
+    """Move weights that are mapped from a file at an odd offset to aligned memory.
+
+    Then the same kernels sum in the same order as for weights that torch has allocated.
+    """
+    for x in (*model.parameters(), *model.buffers()):
+        if type(x.data) is Tensor and x.data_ptr() % 64:
+            x.data = x.data.clone()
+    return model
+
+
 def raw_bytes(x: Tensor) -> bytes:
     """Return the bits of a tensor in row-major order."""
     x = x.detach().cpu().resolve_conj().resolve_neg()

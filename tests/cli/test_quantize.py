@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantized_models import IDS, auto, config_of, make
 from safetensors.torch import load_file, save_file
-from strategies import same_bits
+from strategies import aligned, same_bits
 
 import slimtensors
 from slimtensors import ModelCompressor
@@ -98,7 +98,7 @@ def test_transformers_with_compressed_tensors_computes_what_dense_weights_do(
     folder, dense = quantized(family, scheme), tmp_path / "dense"
     assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
     assert section(dense) is None
-    models = [auto(family).from_pretrained(path).eval() for path in (folder, dense)]
+    models = [aligned(auto(family).from_pretrained(path).eval()) for path in (folder, dense)]
     with torch.no_grad():
         theirs, ours = (model(input_ids=IDS).logits for model in models)
     assert same_bits(theirs, ours)
@@ -319,7 +319,7 @@ def test_an_output_layer_that_shares_its_weight_need_not_be_named(folders, tmp_p
     folder, dense = tmp_path / "bert", tmp_path / "dense"
     assert run("compress", folders("bert"), "--quantize", "W4A16", "-o", folder, "-q") == 0
     assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
-    models = [auto("bert").from_pretrained(path).eval() for path in (folder, dense)]
+    models = [aligned(auto("bert").from_pretrained(path).eval()) for path in (folder, dense)]
     with torch.no_grad():
         theirs, ours = (model(input_ids=IDS).logits for model in models)
     assert same_bits(theirs, ours)

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from quantized_models import CONFIGS, IDS, auto, config_of, frozen, logits, make, save
+from quantized_models import (
+    CONFIGS,
+    IDS,
+    config_of,
+    frozen,
+    loaded_by_them,
+    logits,
+    make,
+    save,
+)
 from safetensors.torch import load_file
 
 from slimtensors import ModelCompressor
@@ -27,10 +36,6 @@ def _without_onednn():
     """Its bf16 kernels use instructions that some virtual machines announce, but do not have."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
-
-
-def loaded_by_them(family, folder):
-    return auto(family).from_pretrained(folder, dtype="auto").eval()
 
 
 SIMILAR = {

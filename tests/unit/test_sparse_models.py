@@ -35,8 +35,12 @@ def test_a_sparse_model_is_saved_by_transformers_and_comes_back(tmp_path):
     want = model.state_dict()
     assert want.keys() - back.keys() <= {"lm_head.weight"}
     assert all(same_bits(x, want[name]) for name, x in back.items())
-    with pytest.raises((AttributeError, ImportError)):  # never random weights
-        AutoModelForCausalLM.from_pretrained(small)
+    try:
+        _, info = AutoModelForCausalLM.from_pretrained(small, output_loading_info=True)
+    except (AttributeError, ImportError):
+        return
+    # transformers 5.23 ignores formats that compressed-tensors has dropped, and reports that.
+    assert "model.layers.0.mlp.up_proj.weight" in info["missing_keys"]
 
 
 def test_what_has_no_place_in_the_format_stays_dense_and_is_named(caplog):
