@@ -9,8 +9,9 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 demo: $(VENV)/installed
 	$(BIN)/slimtensors demo --force
 
+# One process per core, with one thread each; tests of one `xdist_group` share a process.
 test: $(VENV)/developing lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadgroup
 
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check

@@ -11,6 +11,8 @@ from reliability_tools import TESTS, run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's ways to refuse writing")
 
+pytestmark = [pytest.mark.crash, pytest.mark.xdist_group("crash")]
+
 TRAINING = """
 import errno, json, os, resource, sys
 from pathlib import Path

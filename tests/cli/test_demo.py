@@ -23,6 +23,8 @@ from slimtensors.cli.demo.training import RUNS
 from slimtensors.codecs.statistics import is_24
 from slimtensors.report import read_report
 
+pytestmark = pytest.mark.xdist_group("demo")  # one demo for all tests
+
 COMMAND = [sys.executable, "-m", "slimtensors", "demo"]
 FOLDERS = ["dense", *RUNS.values(), *(way.folder for way in WAYS)]
 
@@ -94,7 +96,8 @@ def test_the_report_of_the_demo_says_what_the_table_says(shown):
         assert f"{8 * variant.stored_bytes / variant.items:.2f}" in said
     by_name = {v.name: v for v in report.variants}
     assert by_name["lossless"].is_exact
-    assert by_name["lossless"].measured["perplexity"] == by_name["dense"].measured["perplexity"]
+    lossless, dense = (by_name[name].measured["perplexity"] for name in ("lossless", "dense"))
+    assert lossless == pytest.approx(dense, rel=1e-5)
     assert 0.02 < by_name["W4A16 RTN"].error < 0.2
     assert by_name["W4A16 GPTQ"].stored_bytes == by_name["W4A16 RTN"].stored_bytes
     page = (folder / "report.html").read_text()

@@ -10,7 +10,12 @@ from strategies import same_bits
 from slimtensors.checkpoint.distributed import consolidate
 from slimtensors.checkpoint.distributed.manifest import read_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(SINGLE)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.crash,
+    pytest.mark.xdist_group("ranks"),  # which start once for all tests
+    pytest.mark.filterwarnings(SINGLE),
+]
 
 
 def finished(processes):

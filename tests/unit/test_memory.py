@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from reliability_tools import run
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="uses what Linux tells about memory"
-)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="uses what Linux tells about memory"),
+    pytest.mark.xdist_group("memory"),
+]
 
 MB = 1 << 20
 
