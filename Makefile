@@ -9,9 +9,9 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 demo: $(VENV)/installed
 	$(BIN)/slimtensors demo --force
 
-# One process per core, with one thread each; tests of one `xdist_group` share a process.
+# One process per core, with one thread each; the tests of a file share a process and its fixtures.
 test: $(VENV)/developing lint
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check

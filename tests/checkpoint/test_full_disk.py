@@ -11,7 +11,7 @@ from reliability_tools import TESTS, run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's ways to refuse writing")
 
-pytestmark = [pytest.mark.crash, pytest.mark.xdist_group("crash")]
+pytestmark = pytest.mark.crash
 
 TRAINING = """
 import errno, json, os, resource, sys

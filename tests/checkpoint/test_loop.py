@@ -471,7 +471,6 @@ print(last, whole)
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.xdist_group("crash")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path  # where fsync is free

@@ -23,8 +23,6 @@ from slimtensors.cli.demo.training import RUNS
 from slimtensors.codecs.statistics import is_24
 from slimtensors.report import read_report
 
-pytestmark = pytest.mark.xdist_group("demo")  # one demo for all tests
-
 COMMAND = [sys.executable, "-m", "slimtensors", "demo"]
 FOLDERS = ["dense", *RUNS.values(), *(way.folder for way in WAYS)]
 

@@ -35,6 +35,10 @@ def test_stock_transformers_refuses_a_compressed_folder(tmp_path, dialect, tied,
     assert main(["compress", str(source), "-o", small, "--dialect", dialect, "-q"]) == 0
     assert "bitmask" in {t.codec.partition("(")[0] for t in slimtensors.inspect(small).tensors}
     refused = load_with_transformers(small)
+    if dialect == "compressed-tensors" and refused.returncode == 0:
+        # transformers 5.23 ignores formats that compressed-tensors has dropped, and reports that.
+        assert "newly initialized because missing" in refused.stderr
+        return
     assert refused.returncode != 0
     assert "LOADED" not in refused.stdout
     if dialect == "slim":

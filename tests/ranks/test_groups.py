@@ -13,7 +13,6 @@ from slimtensors.checkpoint.distributed.manifest import read_manifest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.crash,
-    pytest.mark.xdist_group("ranks"),  # which start once for all tests
     pytest.mark.filterwarnings(SINGLE),
 ]
 

@@ -9,10 +9,9 @@ from report.test_collect import RECIPE
 from slimtensors.archive.summary import TensorSummary
 from slimtensors.report import Histogram, Link, Report, TensorReport, Variant, write_page
 
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason="there is no browser: apt-get install chromium"),
-    pytest.mark.xdist_group("browser"),  # which starts once for all tests
-]
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="there is no browser: apt-get install chromium"
+)
 
 HOSTILE = [
     "</script><script>window.hacked = 1</script>.weight",

@@ -19,7 +19,7 @@ from strategies import bits
 import slimtensors
 from slimtensors.errors import SlimError
 
-pytestmark = [pytest.mark.crash, pytest.mark.xdist_group("crash")]
+pytestmark = pytest.mark.crash
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses what Linux tells about processes")
 

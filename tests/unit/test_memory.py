@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from reliability_tools import run
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="uses what Linux tells about memory"),
-    pytest.mark.xdist_group("memory"),
-]
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="uses what Linux tells about memory"
+)
 
 MB = 1 << 20
 
