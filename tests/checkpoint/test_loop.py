@@ -280,11 +280,11 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     told = fitting("run", capsys)["checkpoints"]
     assert [(t["step"], t["metrics"]) for t in told] == [(1, {"loss": 3.0}), (2, {"loss": 2.0})]
     assert main(["verify", str(folder)]) == 0
-    assert "all 2 checkpoints whole" in capsys.readouterr().out
+    assert "2 checkpoints intact" in capsys.readouterr().out
 
     (folder / ".step-00000003.abc.slimtensors-tmp").mkdir()
     assert main(["verify", str(folder)]) == 3
-    assert ".step-00000003.abc.slimtensors-tmp: is incomplete" in capsys.readouterr().err
+    assert ".step-00000003.abc.slimtensors-tmp: incomplete" in capsys.readouterr().err
     assert main(["repair", str(folder)]) == 0
     assert "1 incomplete checkpoint removed" in capsys.readouterr().out
     assert main(["verify", str(folder), "--json"]) == 0

@@ -45,7 +45,7 @@ def test_a_table_has_a_line_for_each_tensor_of_the_state(runs, capsys):
 def test_verify_reads_all_ranks_and_the_base(runs, capsys):
     assert verify(runs / "a")
     assert main(["verify", str(runs / "b")]) == 0
-    assert capsys.readouterr().out == "all 6 tensors whole\n"
+    assert capsys.readouterr().out == "6 tensors intact\n"
     flip(runs / "a" / "rank-00000.safetensors")
     assert main(["verify", str(runs / "b")]) == 3
     assert "rank-00000.safetensors" in capsys.readouterr().err

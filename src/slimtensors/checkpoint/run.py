@@ -141,8 +141,7 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
 def repair_run(run: StrPath) -> list[str]:
     """Remove temporary folders of interrupted saves, and return their names.
 
-    Everything else stays; `find_unreadable` returns the damaged ones, for each of which a warning is
-    logged.
+    Everything else stays. Unreadable checkpoints (see `find_unreadable`) are logged as warnings.
     """
     folder = local_path(run)
     with lock_folder(folder):
