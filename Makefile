@@ -1,7 +1,7 @@
 # `make demo` and `make test` need git, Python 3.11 or later and a C++ compiler; the rest they bring.
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
 
 .PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:

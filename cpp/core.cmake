@@ -1,37 +1,37 @@
 # The core library, shared by the Python module and the fuzz targets.
 # One file per instruction set: what a file may assume is set here, which one runs is decided at run time (cpu.h).
 add_library(slim_core STATIC
-  ${CMAKE_CURRENT_LIST_DIR}/cpu.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bitmask.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bitmask_plain.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/counting.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/counting_groups.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/mask24.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/difference.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/grouping.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/planes.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/huffman_code.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/huffman_stream.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/huffman.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins_model.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins_scales.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins_fit.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins_rans.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins_plain.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/bins.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/crc32c.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/gaps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/density.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/density_fit.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/density_model.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/density_plain.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/quantize.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/quantize_plain.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/squares.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/squares_plain.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/product.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/product_plain.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/core/dispatch.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bitmask/bitmask.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bitmask/kernels_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/core/counting.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/core/group_peaks.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/mask24.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/residual/difference.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/residual/grouping.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/core/planes.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman/code.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman/streams.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/huffman/huffman.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/model.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/magnitudes.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/fit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/rans.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/kernels_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/bins/bins.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/core/crc32c.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/core/crc32c_hardware.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/gaps.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/density.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/density_fit.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/density_model.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/masks/density_kernels_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/quantize/quantize.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/quantize/kernels_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/quantize/squares.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/quantize/squares_plain.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/linear/linear.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/linear/kernels_plain.cpp)
 set_target_properties(slim_core PROPERTIES POSITION_INDEPENDENT_CODE ON)
 target_compile_features(slim_core PUBLIC cxx_std_20)
 target_compile_options(slim_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
@@ -52,22 +52,22 @@ endif()
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(slim_core PUBLIC SLIMTENSORS_X86)
   set(avx2
-    ${CMAKE_CURRENT_LIST_DIR}/bitmask_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/counting_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/counting_groups_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/planes_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/huffman_stream_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/bins_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/density_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/quantize_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/squares_avx2.cpp
-    ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp)
+    ${CMAKE_CURRENT_LIST_DIR}/bitmask/kernels_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/core/counting_kernels.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/core/group_peaks_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/core/planes_kernels.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/huffman/kernels_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/bins/kernels_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/masks/density_kernels_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/quantize/kernels_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/quantize/squares_avx2.cpp
+    ${CMAKE_CURRENT_LIST_DIR}/linear/kernels_avx2.cpp)
   target_sources(slim_core PRIVATE ${avx2})
   set_source_files_properties(${avx2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mbmi;-mbmi2;-mpopcnt")
-  set_property(SOURCE ${CMAKE_CURRENT_LIST_DIR}/product_avx2.cpp APPEND PROPERTY COMPILE_OPTIONS "-mfma")
-  target_sources(slim_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/product_avx512.cpp)
+  set_property(SOURCE ${CMAKE_CURRENT_LIST_DIR}/linear/kernels_avx2.cpp APPEND PROPERTY COMPILE_OPTIONS "-mfma")
+  target_sources(slim_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/linear/kernels_avx512.cpp)
   # GCC 12 warns of its own header.
-  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/product_avx512.cpp PROPERTIES COMPILE_OPTIONS
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/linear/kernels_avx512.cpp PROPERTIES COMPILE_OPTIONS
     "-mavx2;-mfma;-mavx512f;$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized;-Wno-maybe-uninitialized>")
-  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
+  set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/core/crc32c_hardware.cpp PROPERTIES COMPILE_OPTIONS "-msse4.2")
 endif()

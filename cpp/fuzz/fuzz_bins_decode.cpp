@@ -1,7 +1,7 @@
 // Any model and chunk: refused, or decoded alike on both paths and to what decodes to itself again.
-#include "bins.h"
-#include "crc32c.h"
-#include "input.h"
+#include "bins/bins.h"
+#include "core/crc32c.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,7 +1,7 @@
 // Any items: found and gathered alike on both paths, and scattered back to the same bytes.
-#include "bitmask.h"
-#include "counting.h"
-#include "input.h"
+#include "bitmask/bitmask.h"
+#include "core/counting.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,7 +1,7 @@
 // Any mask, values and sizes: refused before a byte is written, or expanded as the definition says.
-#include "bitmask.h"
-#include "counting.h"
-#include "input.h"
+#include "bitmask/bitmask.h"
+#include "core/counting.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,6 +1,6 @@
 // The processor's checksum, the table's and the joined one are the same.
-#include "crc32c.h"
-#include "input.h"
+#include "core/crc32c.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

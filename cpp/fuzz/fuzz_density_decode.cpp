@@ -1,9 +1,9 @@
 // Any coded bytes: both paths refuse, or both give the same mask, and encoding that gives the same bytes.
 #include <optional>
 
-#include "density.h"
-#include "density_kernels.h"
-#include "input.h"
+#include "masks/density.h"
+#include "masks/density_kernels.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

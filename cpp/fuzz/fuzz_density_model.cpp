@@ -1,6 +1,6 @@
 // Any model: refused, or one that can be packed again; and any mask has a model that codes it.
-#include "density.h"
-#include "input.h"
+#include "masks/density.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,7 +1,7 @@
 // Any codes, scales and sizes: refused before a byte is written, or the same numbers from both kinds of code;
 // codes that are packed again are those that were read.
-#include "input.h"
-#include "quantize.h"
+#include "fuzz/input.h"
+#include "quantize/quantize.h"
 
 using namespace slimtensors;
 

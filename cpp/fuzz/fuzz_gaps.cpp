@@ -1,6 +1,6 @@
 // Any tokens: refused before a byte is written, or exactly those that encoding the result gives.
-#include "gaps.h"
-#include "input.h"
+#include "masks/gaps.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

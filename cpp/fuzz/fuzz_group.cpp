@@ -1,6 +1,6 @@
 // Any items, sorted by any floats: all come back.
-#include "grouping.h"
-#include "input.h"
+#include "residual/grouping.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,7 +1,7 @@
 // Any rows and data: refused, or decoded alike on both paths and to what decodes to itself again.
-#include "crc32c.h"
-#include "huffman.h"
-#include "input.h"
+#include "core/crc32c.h"
+#include "huffman/huffman.h"
+#include "fuzz/input.h"
 
 using namespace slimtensors;
 

@@ -1,6 +1,6 @@
 // Any codes: refused, or exactly those that packing the result gives.
-#include "input.h"
-#include "mask24.h"
+#include "fuzz/input.h"
+#include "masks/mask24.h"
 
 using namespace slimtensors;
 

@@ -1,7 +1,7 @@
 // Any codes, scales, inputs and sizes: refused before a byte is written, or every product is written, the
 // same on any number of threads.
-#include "input.h"
-#include "product.h"
+#include "fuzz/input.h"
+#include "linear/linear.h"
 
 using namespace slimtensors;
 

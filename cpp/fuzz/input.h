@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "bytes.h"
-#include "cpu.h"
+#include "core/bytes.h"
+#include "core/dispatch.h"
 
 namespace slimtensors::fuzz {
 

@@ -1,0 +1,1 @@
+#include "bitmask/groups_avx2.h"

@@ -1,0 +1,1 @@
+#include "linear/vector_avx512.h"
