@@ -1,4 +1,4 @@
-// How an array argument becomes a span; included by bindings.cpp only.
+// Conversion of array arguments to spans.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -9,17 +9,18 @@ namespace slimtensors::bindings {
 
 namespace nb = nanobind;
 
-// A 1-D contiguous uint8 array in CPU memory, never a copy: a torch tensor, a numpy array, any other buffer.
+// A 1-D contiguous uint8 array in CPU memory: a torch tensor, a numpy array or any other buffer. Never a
+// copy.
 template <class Byte>
 struct Array {
     using Owner = nb::ndarray<Byte, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     std::span<Byte> bytes;
-    Owner owner;  // empty when the caller's reference keeps the memory alive
+    Owner owner;        // empty if `source` keeps the memory alive
+    nb::object source;  // the Python object
 };
 
-// Going through torch's __dlpack__ costs 2.4 us per argument, more than the work on a small tensor. Newer
-// DLPack has a table of C functions for it, which takes 0.1 us; its layout is the same in all of major
-// version 1.
+// torch's __dlpack__ takes 2.4 us per argument, more than the work on a small tensor. Newer versions of
+// DLPack have a table of C functions, which takes 0.1 us. Its layout is fixed within major version 1.
 struct DlpackExchange {
     std::uint32_t major, minor;
     DlpackExchange* older;
@@ -29,8 +30,8 @@ struct DlpackExchange {
     int (*borrow)(void* object, nb::dlpack::dltensor* out);
 };
 
-// The table of this very type, or null. A buffer needs none: nanobind reads it as quickly. A subclass
-// inherits the attribute but may have no memory of its own (fake tensors), so it takes the long way.
+// Return the table of exactly this type, or null. Buffers do not need it: nanobind reads them as quickly.
+// Subclasses inherit the attribute but may have no memory of their own (fake tensors), so they are excluded.
 inline const DlpackExchange* dlpack_exchange(PyObject* object) {
     PyTypeObject* type = Py_TYPE(object);
     static PyTypeObject* known_type = nullptr;  // guarded by the GIL
@@ -43,10 +44,10 @@ inline const DlpackExchange* dlpack_exchange(PyObject* object) {
         nb::steal(own.is_valid() ? PyMapping_GetItemString(own.ptr(), attribute) : nullptr);
     const void* found =
         capsule.is_valid() ? PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api") : nullptr;
-    PyErr_Clear();  // not having one is no error
+    PyErr_Clear();  // the attribute is optional
     const auto* table = static_cast<const DlpackExchange*>(found);
     if (!table || table->major != 1 || !table->borrow) return nullptr;
-    Py_INCREF(type);  // its address must stay its own
+    Py_INCREF(type);  // keeps the address unique
     known_type = type;
     return known = table;
 }
@@ -73,13 +74,15 @@ struct nanobind::detail::type_caster<slimtensors::bindings::Array<Byte>> {
             if (!slimtensors::bindings::is_byte_vector(tensor)) return false;
             value.bytes = {static_cast<Byte*>(tensor.data) + tensor.byte_offset,
                            static_cast<std::size_t>(tensor.shape[0])};
+            value.source = borrow(source);
             return true;
         }
         make_caster<typename Array::Owner> owner;
-        // without `convert`: a result written into a converted copy would be lost
+        // no implicit conversion: output written to a converted copy would be lost
         if (!owner.from_python(source, flags & ~std::uint32_t{cast_flags::convert}, cleanup)) return false;
         value.owner = owner.value;
         value.bytes = {value.owner.data(), value.owner.size()};
+        value.source = borrow(source);
         return true;
     }
 };

@@ -1,29 +1,27 @@
-// How the encoder finds a model: nothing here is part of the format.
+// Finding a model. Nothing here is part of the format.
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <optional>
-#include <stdexcept>
 
 #include "bins/cells.h"
 #include "bins/magnitudes.h"
+#include "core/check.h"
 
-namespace slimtensors {
+namespace slimtensors::bins {
 namespace {
 
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
-
-constexpr double code_bits = 5;   // what a frequency takes in a model
-constexpr double row_cost = 500;  // bits to say how labels are distributed
-constexpr std::size_t fewest_for_rows = 4096;
-constexpr std::size_t sample = std::size_t{1} << 19;
+constexpr double code_bits = 5;   // bits per frequency in a model
+constexpr double row_cost = 500;  // bits for the frequencies of labels
+constexpr std::size_t min_items_for_rows = 4096;
+constexpr std::size_t sample_items = std::size_t{1} << 19;
 
 double n_log_n(double n) { return n > 0 ? n * std::log2(n) : 0; }
 
 using Counts = std::vector<std::uint64_t>;
 
-// What symbols that occur so often take, with their frequencies.
-double bits_of(const Counts& counts) {
+// Return the bits of symbols with these counts, including their frequencies.
+double total_bits(const Counts& counts) {
     double total = 0, bits = 0;
     for (const std::uint64_t n : counts)
         if (n != 0) {
@@ -33,7 +31,7 @@ double bits_of(const Counts& counts) {
     return bits + n_log_n(total);
 }
 
-// Neighbouring sums of labels that share a table because their items are much alike, or few.
+// Adjacent sums of labels share a table if their items are similar or few.
 struct Merged {
     std::array<std::uint8_t, label_sums> table_of_sum;
     std::size_t tables;
@@ -41,23 +39,23 @@ struct Merged {
 };
 
 Merged merge(std::vector<Counts> counts) {
-    std::vector<std::size_t> first(counts.size());  // sum of labels of each group
+    std::vector<std::size_t> first(counts.size());  // smallest sum of labels in each group
     std::vector<double> bits(counts.size());
     for (std::size_t g = 0; g < counts.size(); ++g) {
         first[g] = g;
-        bits[g] = bits_of(counts[g]);
+        bits[g] = total_bits(counts[g]);
     }
     const auto joined = [&](std::size_t g) {
         Counts both = counts[g];
         for (std::size_t s = 0; s < both.size(); ++s) both[s] += counts[g + 1][s];
         return both;
     };
-    std::vector<double> saved(counts.size() - 1);  // by joining a group with the next one
-    const auto save = [&](std::size_t g) { saved[g] = bits[g] + bits[g + 1] - bits_of(joined(g)); };
+    std::vector<double> saved(counts.size() - 1);  // by joining each group with the next one
+    const auto save = [&](std::size_t g) { saved[g] = bits[g] + bits[g + 1] - total_bits(joined(g)); };
     for (std::size_t g = 0; g < saved.size(); ++g) save(g);
     while (!saved.empty()) {
         const auto g = static_cast<std::size_t>(std::ranges::max_element(saved) - saved.begin());
-        if (saved[g] < 0 && counts.size() <= most_tables) break;
+        if (saved[g] < 0 && counts.size() <= max_tables) break;
         counts[g] = joined(g);
         bits[g] += bits[g + 1] - saved[g];
         const auto gone = static_cast<std::ptrdiff_t>(g + 1);
@@ -77,20 +75,21 @@ Merged merge(std::vector<Counts> counts) {
     return merged;
 }
 
-// Bins for items that fall into cells so often: ranges are halved as long as that saves more bits than it
-// takes to say so. Counts are those up to a cell, for each table.
+// Finds bins for items with these counts of cells: ranges are halved as long as this saves more bits than it
+// costs. `cumulative_` are the counts before each cell, for each table.
 class Halving {
   public:
-    Halving(const Cells& cells, std::span<const Counts> counts, double dear) : cells_(cells), dear_(dear) {
+    Halving(const Cells& cells, std::span<const Counts> counts, double table_cost)
+        : cells_(cells), table_cost_(table_cost) {
         for (const Counts& one : counts) {
-            upto_.emplace_back(1);
-            for (const std::uint64_t n : one) upto_.back().push_back(upto_.back().back() + n);
+            cumulative_.emplace_back(1);
+            for (const std::uint64_t n : one) cumulative_.back().push_back(cumulative_.back().back() + n);
         }
     }
 
     double run(std::uint64_t lower, unsigned bits) {
-        const Bin whole{lower, bits};
-        const double as_bin = bits_as(whole);
+        const Bin bin{lower, bits};
+        const double as_bin = cost_of(bin);
         const std::size_t before = bins.size();
         if (as_bin > 0 && cells_.bits(lower) < bits) {
             const double left = run(lower, bits - 1);
@@ -98,51 +97,49 @@ class Halving {
             if (left + right + 1 < as_bin) return left + right + 1;
             bins.resize(before);
         }
-        bins.push_back(whole);
+        bins.push_back(bin);
         return as_bin;
     }
 
     std::vector<Bin> bins;
 
   private:
-    // Relative to items without any frequencies; 0 for no items.
-    double bits_as(const Bin& bin) const {
-        const std::size_t begin = cells_.of(bin.lower), end = cells_.of(last_of(bin)) + 1;
+    // Bits of the items in a bin; 0 without items.
+    double cost_of(const Bin& bin) const {
+        const std::size_t begin = cells_.index(bin.lower), end = cells_.index(last_number(bin)) + 1;
         double bits = 0;
-        for (const Counts& upto : upto_) {
-            const auto n = static_cast<double>(upto[end] - upto[begin]);
-            const auto total = static_cast<double>(upto.back());
+        for (const Counts& cumulative : cumulative_) {
+            const auto n = static_cast<double>(cumulative[end] - cumulative[begin]);
+            const auto total = static_cast<double>(cumulative.back());
             if (n == 0) continue;
-            const double least = total / frequency_unit;  // what the rarest symbol counts as
-            bits += dear_ + n * (bin.bits + std::log2(total / std::max(n, least)));
-            bits += std::max(least - n, 0.0) * 1.4427;  // taken from the others
+            const double least = total / frequency_unit;  // a frequency is at least one unit
+            bits += table_cost_ + n * (bin.bits + std::log2(total / std::max(n, least)));
+            bits += std::max(least - n, 0.0) * 1.4427;  // at the expense of the others
         }
         return bits;
     }
 
     const Cells& cells_;
-    double dear_;
-    std::vector<Counts> upto_;
+    double table_cost_;
+    std::vector<Counts> cumulative_;
 };
 
 template <class Word>
 class Fit {
   public:
-    Fit(Bytes items, const BinsKind& kind) : items_(items), kind_(kind), count_(items.size() / sizeof(Word)) {
+    Fit(Bytes items, const ItemType& type) : items_(items), type_(type), count_(items.size() / sizeof(Word)) {
         model_.mapping = choose_mapping();
     }
 
-    std::optional<BinsModel> run(std::span<const std::size_t> widths) {
+    std::optional<Model> run(std::span<const std::size_t> widths) {
         choose_rows(widths);
         choose_drop();
-        const Cells cells(kind_, model_.mapping, model_.drop);
+        const Cells cells(type_, model_.mapping, model_.drop);
         const std::vector<Counts> counts = count(cells, 0, labels_, 1, model_.table_of_sum.back() + 1u,
                                                  [&](std::size_t sum) { return model_.table_of_sum[sum]; });
         double bits = choose_bins(cells, counts);
         if (model_.width != 0) {
-            Counts of_labels(row_labels);
-            for (const std::uint8_t label : labels_.rows) ++of_labels[label];
-            model_.labels = frequency_codes(of_labels);
+            model_.labels = frequency_codes(label_counts(labels_.rows, row_labels));
             model_.columns = labels_.columns;
             bits += label_bits(labels_.rows) + label_bits(labels_.columns);
         }
@@ -161,23 +158,23 @@ class Fit {
   private:
     Word item(std::size_t i) const { return load<Word>(items_.data() + i * sizeof(Word)); }
 
-    // A sign tells as much as it can anywhere, unless positive and negative floats differ.
+    // Move the sign to the end unless positive and negative floats are distributed differently.
     Mapping choose_mapping() const {
-        if (kind_.exponent_bits == 0) return kind_.is_signed ? Mapping::zigzag : Mapping::plain;
-        const unsigned shift = 8 * static_cast<unsigned>(sizeof(Word)) - 2 - kind_.exponent_bits;
-        Counts counts(std::size_t{4} << kind_.exponent_bits);
+        if (type_.exponent_bits == 0) return type_.is_signed ? Mapping::zigzag : Mapping::plain;
+        const unsigned shift = 8 * static_cast<unsigned>(sizeof(Word)) - 2 - type_.exponent_bits;
+        Counts counts(std::size_t{4} << type_.exponent_bits);
         for (std::size_t i = 0; i < count_; ++i) ++counts[item(i) >> shift];
         const std::size_t half = counts.size() / 2;
-        double apart = 0, together = 0;
+        double separate = 0, joint = 0;
         for (std::size_t c = 0; c < half; ++c) {
             const auto a = static_cast<double>(counts[c]), b = static_cast<double>(counts[half + c]);
-            apart += 8 * code_bits * ((a > 0) + (b > 0)) - n_log_n(a) - n_log_n(b);
-            together += 8 * code_bits * (a + b > 0) - n_log_n(a + b) + a + b;
+            separate += 8 * code_bits * ((a > 0) + (b > 0)) - n_log_n(a) - n_log_n(b);
+            joint += 8 * code_bits * (a + b > 0) - n_log_n(a + b) + a + b;
         }
-        return apart < together ? Mapping::plain : Mapping::sign_last;
+        return separate < joint ? Mapping::plain : Mapping::sign_last;
     }
 
-    // Count cells for each group of items: group_of(sum of labels). Only every so many rows are looked at.
+    // Count cells for each group of items, group_of(sum of labels), in every `stride`-th row.
     template <class Group>
     std::vector<Counts> count(const Cells& cells, unsigned coarser, const Labels& labels, std::size_t stride,
                               std::size_t groups, Group group_of) const {
@@ -191,7 +188,7 @@ class Fit {
             for (std::size_t c = 0; c < scale_labels; ++c) of_column[c] = counts[group_of(label + c)].data();
             const std::size_t begin = r * width, end = std::min(begin + width, count_);
             for (std::size_t i = begin; i < end; ++i) {
-                const std::size_t cell = cells.of(mapped(item(i), model_.mapping)) >> coarser;
+                const std::size_t cell = cells.index(map_item(item(i), model_.mapping)) >> coarser;
                 ++of_column[has_rows ? labels.columns[i - begin] : 0][cell];
             }
         }
@@ -199,23 +196,23 @@ class Fit {
     }
 
     void choose_rows(std::span<const std::size_t> widths) {
-        if (count_ < fewest_for_rows) return;
-        const Cells cells(kind_, model_.mapping, 0);
+        if (count_ < min_items_for_rows) return;
+        const Cells cells(type_, model_.mapping, 0);
         unsigned coarser = 0;
         while (cells.count >> coarser > 1024) ++coarser;
         for (const std::size_t width : widths) {
-            if (width < narrowest_row || width >= widest_row || count_ < 2 * width) continue;
-            const Scales scales = measure_scales(items_, kind_, width);
-            const std::size_t stride = std::max<std::size_t>(count_ / sample, 1);
-            const std::size_t rows = scales.rows.size(), looked_at = (rows + stride - 1) / stride;
+            if (width < min_row_items || width >= max_row_items || count_ < 2 * width) continue;
+            const Magnitudes magnitudes = measure_magnitudes(items_, type_, width);
+            const std::size_t stride = std::max<std::size_t>(count_ / sample_items, 1);
+            const std::size_t rows = magnitudes.rows.size(), sampled = ceil_div(rows, stride);
             const auto estimate = [&](const Labels& labels) {
                 Merged merged = merge(count(cells, coarser, labels, stride, label_sums, std::identity{}));
-                merged.bits *= static_cast<double>(rows) / static_cast<double>(looked_at);
+                merged.bits *= static_cast<double>(rows) / static_cast<double>(sampled);
                 return merged;
             };
-            const double without = estimate(label_scales(scales, {false, false})).bits;
-            for (const Use use : {Use{true, true}, Use{true, false}, Use{false, true}}) {
-                Labels labels = label_scales(scales, use);
+            const double without = estimate(label_magnitudes(magnitudes, {false, false})).bits;
+            for (const Sides sides : {Sides{true, true}, Sides{true, false}, Sides{false, true}}) {
+                Labels labels = label_magnitudes(magnitudes, sides);
                 const Merged merged = estimate(labels);
                 const double bits =
                     merged.bits + label_bits(labels.rows) + label_bits(labels.columns) + row_cost;
@@ -228,24 +225,24 @@ class Fit {
         }
     }
 
-    // Which low bits are zero, in all items or in all of many rows: floats that came from a narrower type.
+    // Find low bits that are zero in all items, or in many rows: floats converted from a narrower type.
     void choose_drop() {
-        if (kind_.exponent_bits == 0) return;
-        const unsigned mantissa = 8 * static_cast<unsigned>(sizeof(Word)) - 1 - kind_.exponent_bits;
+        if (type_.exponent_bits == 0) return;
+        const unsigned mantissa = 8 * static_cast<unsigned>(sizeof(Word)) - 1 - type_.exponent_bits;
         const std::size_t width = model_.width != 0 ? model_.width : count_;
         std::vector<unsigned> zeros;
-        std::array<std::size_t, 65> rows{};  // that could drop exactly so many
+        std::array<std::size_t, 65> rows{};  // by the number of droppable bits
         for (std::size_t begin = 0; begin < count_; begin += width) {
             Word any = 0;
             for (std::size_t i = begin; i < std::min(begin + width, count_); ++i) any |= item(i);
             zeros.push_back(std::min(static_cast<unsigned>(std::countr_zero(any)), mantissa));
             ++rows[zeros.back()];
         }
-        std::size_t reached = 0, most = 0;
+        std::size_t reached = 0, best = 0;
         for (unsigned drop = mantissa; drop > 0; --drop) {
             reached += rows[drop];
-            if (reached * drop > most) {
-                most = reached * drop;
+            if (reached * drop > best) {
+                best = reached * drop;
                 model_.drop = drop;
             }
         }
@@ -254,10 +251,10 @@ class Fit {
     }
 
     double choose_bins(const Cells& cells, const std::vector<Counts>& counts) {
-        for (double dear = code_bits;; dear *= 1.5) {
-            Halving halving(cells, counts, dear);
+        for (double table_cost = code_bits;; table_cost *= 1.5) {
+            Halving halving(cells, counts, table_cost);
             const double bits = halving.run(0, 8 * sizeof(Word));
-            if (halving.bins.size() > most_bins) continue;
+            if (halving.bins.size() > max_bins) continue;
             model_.bins = std::move(halving.bins);
             return bits;
         }
@@ -267,7 +264,8 @@ class Fit {
         Counts of_bins;
         for (const Bin& bin : model_.bins) {
             std::uint64_t n = 0;
-            for (std::size_t c = cells.of(bin.lower); c <= cells.of(last_of(bin)); ++c) n += counts[c];
+            for (std::size_t c = cells.index(bin.lower); c <= cells.index(last_number(bin)); ++c)
+                n += counts[c];
             of_bins.push_back(n);
         }
         if (std::ranges::all_of(of_bins, [](std::uint64_t n) { return n == 0; })) of_bins[0] = 1;
@@ -275,23 +273,23 @@ class Fit {
     }
 
     Bytes items_;
-    BinsKind kind_;
+    ItemType type_;
     std::size_t count_;
-    BinsModel model_;
+    Model model_;
     Labels labels_;
-    double saved_ = 0;  // by having them
+    double saved_ = 0;  // by using rows
 };
 
 template <class Word>
-std::size_t fit_as(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths,
+std::size_t fit_as(Bytes items, const ItemType& type, std::span<const std::size_t> widths,
                    MutableBytes labels, MutableBytes model) {
-    Fit<Word> fit(items, kind);
-    const std::optional<BinsModel> found = fit.run(widths);
+    Fit<Word> fit(items, type);
+    const std::optional<Model> found = fit.run(widths);
     if (!found) return 0;
-    const std::vector<std::uint8_t> packed = pack_bins_model(*found);
+    const std::vector<std::uint8_t> packed = pack_model(*found);
     if (packed.size() >= items.size()) return 0;
-    if (packed.size() > model.size() || fit.labels().size() > labels.size())
-        refuse("too little room for a model");
+    check(packed.size() <= model.size() && fit.labels().size() <= labels.size(),
+          "model or labels are too small");
     std::ranges::copy(packed, model.begin());
     std::ranges::copy(fit.labels(), labels.begin());
     return packed.size();
@@ -299,21 +297,20 @@ std::size_t fit_as(Bytes items, const BinsKind& kind, std::span<const std::size_
 
 }  // namespace
 
-std::size_t bins_model_bound(std::span<const std::size_t> widths) {
-    const std::size_t widest = widths.empty() ? 0 : std::ranges::max(widths);
-    return (most_tables + 1) * most_bins * 3 + 2 * widest + 1024;
+std::size_t model_bound(std::span<const std::size_t> widths) {
+    const std::size_t max_width = widths.empty() ? 0 : std::ranges::max(widths);
+    return (max_tables + 1) * max_bins * 3 + 2 * max_width + 1024;
 }
 
-std::size_t bins_fit(Bytes items, const BinsKind& kind, std::span<const std::size_t> widths,
-                     MutableBytes labels, MutableBytes model) {
-    if (!std::has_single_bit(kind.size) || kind.size > 8) refuse("itemsize must be 1, 2, 4 or 8");
-    if (items.size() % kind.size != 0) refuse("items are not a whole number of items");
-    if (kind.exponent_bits >= 8 * kind.size || kind.exponent_bits > 11) refuse("too many exponent bits");
+std::size_t fit(Bytes items, const ItemType& type, std::span<const std::size_t> widths, MutableBytes labels,
+                MutableBytes model) {
+    check_items(items.size(), type.itemsize);
+    check(type.exponent_bits < 8 * type.itemsize && type.exponent_bits <= 11, "too many exponent bits");
     if (items.empty()) return 0;
-    return kind.size == 1   ? fit_as<std::uint8_t>(items, kind, widths, labels, model)
-           : kind.size == 2 ? fit_as<std::uint16_t>(items, kind, widths, labels, model)
-           : kind.size == 4 ? fit_as<std::uint32_t>(items, kind, widths, labels, model)
-                            : fit_as<std::uint64_t>(items, kind, widths, labels, model);
+    return type.itemsize == 1   ? fit_as<std::uint8_t>(items, type, widths, labels, model)
+           : type.itemsize == 2 ? fit_as<std::uint16_t>(items, type, widths, labels, model)
+           : type.itemsize == 4 ? fit_as<std::uint32_t>(items, type, widths, labels, model)
+                                : fit_as<std::uint64_t>(items, type, widths, labels, model);
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::bins

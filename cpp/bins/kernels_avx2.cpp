@@ -1,15 +1,13 @@
-// The inner loops of the decoder of bins for AVX2: a vector of eight states decodes eight symbols.
+// The inner loops of the decoder for AVX2: a vector of eight states decodes eight symbols.
 #include <immintrin.h>
 
 #include "bins/unpack_items.h"
 
-namespace slimtensors {
+namespace slimtensors::bins::avx2 {
 namespace {
 
-struct Avx2 {};
-
-// For each set of lanes that need a word: which of the next eight words a lane gets. Of 32 bits each, because
-// to widen them here would wait for the one unit that also permutes.
+// For each set of lanes that need a word: the index of the word that each lane gets. Stored as 32 bits,
+// because widening would compete with the permutation for the same execution unit.
 using Turns = std::array<std::uint32_t, 8>;
 
 consteval std::array<Turns, 256> make_turns() {
@@ -34,7 +32,7 @@ void find_contexts(const std::uint8_t* table_of, const std::uint8_t* columns, st
     for (; i < count; ++i) contexts[i] = table_of[columns[i]];
 }
 
-// Eight symbols, in the low bytes of the result.
+// Decode eight symbols, in the low bytes of the result.
 inline __m256i decode_eight(const std::uint32_t* slots, const std::uint8_t* contexts, __m256i& state,
                             const std::uint8_t*& next) {
     const __m256i table = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(contexts)));
@@ -58,7 +56,7 @@ inline __m256i decode_eight(const std::uint32_t* slots, const std::uint8_t* cont
     return slot;
 }
 
-// Symbols are the low bytes of slots.
+// Store the symbols of eight slots.
 inline void store_eight(__m256i slot, std::uint8_t* symbols) {
     const __m256i numbers = _mm256_and_si256(slot, _mm256_set1_epi32(255));
     const __m128i words =
@@ -71,7 +69,7 @@ inline void store_four(const __m256i* slot, std::uint8_t* symbols) {
     const __m256i first = _mm256_packus_epi32(_mm256_and_si256(slot[0], low), _mm256_and_si256(slot[1], low));
     const __m256i second =
         _mm256_packus_epi32(_mm256_and_si256(slot[2], low), _mm256_and_si256(slot[3], low));
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works in halves
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within halves
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols),
                         _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order));
 }
@@ -80,28 +78,28 @@ template <std::size_t vectors>
 std::size_t decode_groups(const std::uint32_t* slots, const std::uint8_t* contexts, std::size_t count,
                           std::uint32_t* states, const std::uint8_t*& next, const std::uint8_t* end,
                           std::uint8_t* symbols) {
-    constexpr std::ptrdiff_t margin = vectors * bins_vector_words;
-    constexpr std::size_t lanes = vectors * bins_lanes;
+    constexpr std::ptrdiff_t margin = vectors * vector_words;
+    constexpr std::size_t lanes = vectors * vector_lanes;
     const std::uint8_t* words = next;
     __m256i state[vectors];
     for (std::size_t v = 0; v < vectors; ++v)
-        state[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states + v * bins_lanes));
+        state[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states + v * vector_lanes));
     std::size_t i = 0;
     for (; i + lanes <= count && end - words >= margin; i += lanes) {
         if constexpr (vectors == 1)
             store_eight(decode_eight(slots, contexts + i, state[0], words), symbols + i);
         else
 #pragma GCC unroll 2
-            for (std::size_t v = 0; v < vectors; v += 4) {  // more would not stay in registers
+            for (std::size_t v = 0; v < vectors; v += 4) {  // more would not fit into registers
                 __m256i slot[4];
 #pragma GCC unroll 4
                 for (std::size_t k = 0; k < 4; ++k)
-                    slot[k] = decode_eight(slots, contexts + i + (v + k) * bins_lanes, state[v + k], words);
-                store_four(slot, symbols + i + v * bins_lanes);
+                    slot[k] = decode_eight(slots, contexts + i + (v + k) * vector_lanes, state[v + k], words);
+                store_four(slot, symbols + i + v * vector_lanes);
             }
     }
     for (std::size_t v = 0; v < vectors; ++v)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(states + v * bins_lanes), state[v]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(states + v * vector_lanes), state[v]);
     next = words;
     return i;
 }
@@ -113,7 +111,7 @@ std::size_t decode_symbols(const std::uint32_t* slots, const std::uint8_t* conte
     return decode(slots, contexts, count, states, next, end, symbols);
 }
 
-// Which four bytes of its half a lane needs to read from a bit on.
+// Shuffle indices of the four bytes, within the 128-bit half, that contain each lane's first bit.
 inline __m256i four_bytes_at(__m256i bit) {
     const __m256i four_times = _mm256_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 0, 0, 0,
                                                 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
@@ -122,7 +120,7 @@ inline __m256i four_bytes_at(__m256i bit) {
 }
 
 template <bool before_sign, bool drops>
-inline __m256i undropped(__m256i value, unsigned drop) {
+inline __m256i restore_dropped(__m256i value, unsigned drop) {
     const __m128i by = _mm_cvtsi32_si128(static_cast<int>(drop + before_sign));
     if constexpr (before_sign)
         return _mm256_or_si256(_mm256_sll_epi32(_mm256_srli_epi32(value, 1), by),
@@ -130,13 +128,13 @@ inline __m256i undropped(__m256i value, unsigned drop) {
     return drops ? _mm256_sll_epi32(value, by) : value;
 }
 
-// What `low` says of eight symbols.
+// Gather `low` of eight symbols.
 inline __m256i low_of(const RawBins& bins, const std::uint8_t* symbols) {
     const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
     return _mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.low.data()), index, 4);
 }
 
-// Where eight items of two bytes find their raw bits, if none has more than 13: all in one load of 16 bytes.
+// The raw bits of eight items of two bytes. If none has more than 13 bits, one load of 16 bytes covers all.
 struct RawWindow {
     const std::uint8_t* bytes;
     __m256i bit;  // of the first byte, in all lanes
@@ -147,18 +145,18 @@ struct RawWindow {
         return static_cast<std::size_t>(bytes - start) * 8 + static_cast<unsigned>(_mm256_cvtsi256_si32(bit));
     }
 };
-constexpr int most_in_window = 13;
+constexpr int max_window_bits = 13;
 
-// Where in their bins eight items are.
+// Extract the positions of eight items within their bins.
 template <bool drops_before_sign, bool drops>
-inline __m256i eight_places(__m256i low, unsigned drop, RawWindow& raw) {
+inline __m256i eight_positions(__m256i low, unsigned drop, RawWindow& raw) {
     const __m256i bits = _mm256_srli_epi32(low, 16);
-    // How many bits the items up to each one have.
-    __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));
-    upto = _mm256_add_epi32(upto, _mm256_slli_si256(upto, 8));
-    upto = _mm256_add_epi32(upto, _mm256_shuffle_epi32(_mm256_permute2x128_si256(upto, upto, 0x08), 0xff));
+    // Prefix sum of the bits.
+    __m256i sums = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));
+    sums = _mm256_add_epi32(sums, _mm256_slli_si256(sums, 8));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(_mm256_permute2x128_si256(sums, sums, 0x08), 0xff));
 
-    const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(upto, bits), raw.bit);
+    const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(sums, bits), raw.bit);
     const __m256i bytes =
         _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(raw.bytes)));
     const __m256i words = _mm256_shuffle_epi8(bytes, four_bytes_at(at));
@@ -166,22 +164,22 @@ inline __m256i eight_places(__m256i low, unsigned drop, RawWindow& raw) {
     __m256i value = _mm256_srlv_epi32(words, _mm256_and_si256(at, seven));
     value = _mm256_and_si256(value, _mm256_sub_epi32(_mm256_sllv_epi32(one, bits), one));
 
-    const __m256i end = _mm256_add_epi32(_mm256_permutevar8x32_epi32(upto, seven), raw.bit);
+    const __m256i end = _mm256_add_epi32(_mm256_permutevar8x32_epi32(sums, seven), raw.bit);
     raw.bit = _mm256_and_si256(end, seven);
     raw.bytes += static_cast<unsigned>(_mm256_cvtsi256_si32(end)) / 8;
-    return undropped<drops_before_sign, drops>(value, drop);
+    return restore_dropped<drops_before_sign, drops>(value, drop);
 }
 
-// Two vectors of numbers below 2^16 as one, in order.
-inline __m256i narrowed(__m256i first, __m256i second) {
+// Pack two vectors of numbers below 2^16 into one, in order.
+inline __m256i pack16(__m256i first, __m256i second) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0b11011000);
 }
 
 template <Mapping mapping, bool drops>
-std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size_t count, RawReader& reader,
-                     std::uint8_t* items) {
+std::size_t unpack_16bit(const RawBins& bins, const std::uint8_t* symbols, std::size_t count,
+                         RawReader& reader, std::uint8_t* items) {
     constexpr bool before_sign = drops && mapping == Mapping::sign_last;
-    const __m256i widest = _mm256_set1_epi32(((most_in_window + 1) << 16) - 1);
+    const __m256i widest = _mm256_set1_epi32(((max_window_bits + 1) << 16) - 1);
     const __m256i low_half = _mm256_set1_epi32(0xffff);
     const std::uint8_t* const end = reader.bytes + reader.bits / 8;
     RawWindow raw(reader);
@@ -191,15 +189,14 @@ std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size
         const __m256i wide = _mm256_cmpgt_epi32(_mm256_max_epi32(low[0], low[1]), widest);
         if (!_mm256_testz_si256(wide, wide)) [[unlikely]] {
             reader.bit = raw.bit_from(reader.bytes);
-            BinsLoops<Avx2>::template items_as<std::uint16_t, mapping, drops>(bins, symbols + i, 16, reader,
-                                                                              items + 2 * i);
+            unpack_items_as<std::uint16_t, mapping, drops>(bins, symbols + i, 16, reader, items + 2 * i);
             raw = RawWindow(reader);
             continue;
         }
-        const __m256i first = eight_places<before_sign, drops>(low[0], bins.drop, raw);
-        const __m256i second = eight_places<before_sign, drops>(low[1], bins.drop, raw);
-        __m256i item = narrowed(_mm256_add_epi32(first, _mm256_and_si256(low[0], low_half)),
-                                _mm256_add_epi32(second, _mm256_and_si256(low[1], low_half)));
+        const __m256i first = eight_positions<before_sign, drops>(low[0], bins.drop, raw);
+        const __m256i second = eight_positions<before_sign, drops>(low[1], bins.drop, raw);
+        __m256i item = pack16(_mm256_add_epi32(first, _mm256_and_si256(low[0], low_half)),
+                              _mm256_add_epi32(second, _mm256_and_si256(low[1], low_half)));
         if constexpr (mapping == Mapping::sign_last)
             item = _mm256_or_si256(_mm256_srli_epi16(item, 1), _mm256_slli_epi16(item, 15));
         if constexpr (mapping == Mapping::zigzag)
@@ -211,11 +208,11 @@ std::size_t pairs_as(const RawBins& bins, const std::uint8_t* symbols, std::size
     return i;
 }
 
-constexpr int most_in_half = 25;  // four items, each within 32 bits from the byte on where it begins
+constexpr int max_half_bits = 25;  // every item fits into the 32 bits from its first byte
 
 template <Mapping mapping, bool drops>
-std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size_t count, RawReader& reader,
-                     std::uint8_t* items) {
+std::size_t unpack_32bit(const RawBins& bins, const std::uint8_t* symbols, std::size_t count,
+                         RawReader& reader, std::uint8_t* items) {
     constexpr bool before_sign = drops && mapping == Mapping::sign_last;
     const __m256i one = _mm256_set1_epi32(1), seven = _mm256_set1_epi32(7);
     RawReader raw = reader;
@@ -227,25 +224,24 @@ std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size
         const __m256i bits =
             _mm256_and_si256(_mm256_i32gather_epi32(reinterpret_cast<const int*>(bins.bits.data()), index, 1),
                              _mm256_set1_epi32(255));
-        const __m256i wide = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(most_in_half));
+        const __m256i wide = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(max_half_bits));
         if (!_mm256_testz_si256(wide, wide)) [[unlikely]] {
-            BinsLoops<Avx2>::template items_as<std::uint32_t, mapping, drops>(bins, symbols + i, 8, raw,
-                                                                              items + 4 * i);
+            unpack_items_as<std::uint32_t, mapping, drops>(bins, symbols + i, 8, raw, items + 4 * i);
             continue;
         }
-        __m256i upto = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));  // in its half
-        upto = _mm256_add_epi32(upto, _mm256_slli_si256(upto, 8));
-        const std::size_t middle = raw.bit + static_cast<unsigned>(_mm256_extract_epi32(upto, 3));
+        __m256i sums = _mm256_add_epi32(bits, _mm256_slli_si256(bits, 4));  // within its half
+        sums = _mm256_add_epi32(sums, _mm256_slli_si256(sums, 8));
+        const std::size_t middle = raw.bit + static_cast<unsigned>(_mm256_extract_epi32(sums, 3));
         const __m256i bytes = _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(raw.bytes + middle / 8),
                                                   reinterpret_cast<const __m128i*>(raw.bytes + raw.bit / 8));
         const __m256i before = _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(middle % 8)),
                                                 _mm_set1_epi32(static_cast<int>(raw.bit % 8)));
-        const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(upto, bits), before);
+        const __m256i at = _mm256_add_epi32(_mm256_sub_epi32(sums, bits), before);
         __m256i value =
             _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, four_bytes_at(at)), _mm256_and_si256(at, seven));
         value = _mm256_and_si256(value, _mm256_sub_epi32(_mm256_sllv_epi32(one, bits), one));
-        raw.bit = middle + static_cast<unsigned>(_mm256_extract_epi32(upto, 7));
-        __m256i item = _mm256_add_epi32(low, undropped<before_sign, drops>(value, bins.drop));
+        raw.bit = middle + static_cast<unsigned>(_mm256_extract_epi32(sums, 7));
+        __m256i item = _mm256_add_epi32(low, restore_dropped<before_sign, drops>(value, bins.drop));
         if constexpr (mapping == Mapping::sign_last)
             item = _mm256_or_si256(_mm256_srli_epi32(item, 1), _mm256_slli_epi32(item, 31));
         if constexpr (mapping == Mapping::zigzag)
@@ -257,40 +253,38 @@ std::size_t quads_as(const RawBins& bins, const std::uint8_t* symbols, std::size
     return i;
 }
 
-// The kernel for a mapping; `Loop` has one for each.
+// Return the loop for a mapping.
 template <class Loop>
 constexpr auto choose(Mapping mapping, bool drops) {
-    using enum Mapping;
-    if (mapping == zigzag) return Loop::template run<zigzag, false>;
-    if (mapping == sign_last)
-        return drops ? Loop::template run<sign_last, true> : Loop::template run<sign_last, false>;
-    return drops ? Loop::template run<plain, true> : Loop::template run<plain, false>;
+    if (mapping == Mapping::zigzag) return Loop::template run<Mapping::zigzag, false>;
+    if (mapping == Mapping::sign_last)
+        return drops ? Loop::template run<Mapping::sign_last, true>
+                     : Loop::template run<Mapping::sign_last, false>;
+    return drops ? Loop::template run<Mapping::plain, true> : Loop::template run<Mapping::plain, false>;
 }
 
-struct Pairs {
+struct Items16 {
     template <Mapping mapping, bool drops>
-    static constexpr auto run = pairs_as<mapping, drops>;
+    static constexpr auto run = unpack_16bit<mapping, drops>;
 };
-struct Quads {
+struct Items32 {
     template <Mapping mapping, bool drops>
-    static constexpr auto run = quads_as<mapping, drops>;
+    static constexpr auto run = unpack_32bit<mapping, drops>;
 };
 
-std::size_t make_items(const RawBins& bins, Mapping mapping, std::size_t itemsize,
+std::size_t unpack_all(const RawBins& bins, Mapping mapping, std::size_t itemsize,
                        const std::uint8_t* symbols, std::size_t count, RawReader& raw, std::uint8_t* items) {
     std::size_t done = 0;
     if (itemsize == 2)
-        done = choose<Pairs>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
+        done = choose<Items16>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
     else if (itemsize == 4)
-        done = choose<Quads>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
-    return done + BinsLoops<Avx2>::items(bins, mapping, itemsize, symbols + done, count - done, raw,
-                                         items + done * itemsize);
+        done = choose<Items32>(mapping, bins.drop != 0)(bins, symbols, count, raw, items);
+    return done +
+           unpack_items(bins, mapping, itemsize, symbols + done, count - done, raw, items + done * itemsize);
 }
-
-constexpr BinsKernels kernels{find_contexts, decode_symbols, make_items};
 
 }  // namespace
 
-const BinsKernels& bins_kernels_avx2() { return kernels; }
+constinit const Kernels kernels{find_contexts, decode_symbols, unpack_all};
 
-}  // namespace slimtensors
+}  // namespace slimtensors::bins::avx2

@@ -5,18 +5,20 @@
 #include <cfloat>
 #include <cmath>
 
-namespace slimtensors {
+#include "core/histogram.h"
+
+namespace slimtensors::bins {
 namespace {
 
-// What is added up: the magnitude of a float, and the bits of an integer, whose magnitudes differ too much
-// for that.
+// The summand of an item: the magnitude of a float, or the bit width of an integer, because magnitudes of
+// integers vary too much.
 template <class Word>
 class Measure {
   public:
-    explicit Measure(const BinsKind& kind)
-        : exponent_bits_(kind.exponent_bits),
+    explicit Measure(const ItemType& type)
+        : exponent_bits_(type.exponent_bits),
           mantissa_bits_(8 * static_cast<unsigned>(sizeof(Word)) - 1 - exponent_bits_),
-          zigzag_(kind.is_signed),
+          zigzag_(type.is_signed),
           unit_(std::ldexp(1.0f, 128 - (1 << std::min(exponent_bits_, 8u)) / 2)) {}
 
     float operator()(Word item) const {
@@ -26,8 +28,7 @@ class Measure {
             return static_cast<float>(std::bit_width(positive));
         }
         const auto magnitude = static_cast<Word>(static_cast<Word>(item << 1) >> 1);
-        if (magnitude >> mantissa_bits_ == (Word{1} << exponent_bits_) - 1)
-            return 0;  // infinite, or no number
+        if (magnitude >> mantissa_bits_ == (Word{1} << exponent_bits_) - 1) return 0;  // infinity or NaN
         if constexpr (sizeof(Word) == 8)
             return static_cast<float>(
                 std::min(std::bit_cast<double>(magnitude), double{FLT_MAX} / (1 << 24)));
@@ -45,16 +46,16 @@ class Measure {
   private:
     unsigned exponent_bits_, mantissa_bits_;
     bool zigzag_;
-    float unit_;  // makes a float32 whose exponent has another bias what it should be
+    float unit_;  // corrects the exponent bias
 };
 
 template <class Word>
-Scales measure_as(Bytes items, const BinsKind& kind, std::size_t width) {
+Magnitudes measure_as(Bytes items, const ItemType& type, std::size_t width) {
     constexpr std::size_t lanes = 8, piece = 512;
-    const Measure<Word> measure(kind);
+    const Measure<Word> measure(type);
     const std::size_t count = items.size() / sizeof(Word);
     std::vector<double> columns(width);
-    Scales scales{width, {}, std::vector<float>(width)};
+    Magnitudes magnitudes{width, {}, std::vector<float>(width)};
     std::array<float, piece> sizes;
     for (std::size_t row = 0; row < count; row += width) {
         const std::size_t end = std::min(row + width, count);
@@ -63,25 +64,25 @@ Scales measure_as(Bytes items, const BinsKind& kind, std::size_t width) {
             const std::size_t n = std::min(piece, end - at);
             for (std::size_t i = 0; i < n; ++i)
                 sizes[i] = measure(load<Word>(items.data() + (at + i) * sizeof(Word)));
-            std::fill(sizes.begin() + n, sizes.begin() + (n + lanes - 1) / lanes * lanes, 0.0f);
+            std::fill(sizes.begin() + n, sizes.begin() + ceil_div(n, lanes) * lanes, 0.0f);
             for (std::size_t i = 0; i < n; ++i) columns[at - row + i] += sizes[i];
-            std::array<float, lanes> sums{};  // adding to one would wait for itself
+            std::array<float, lanes> sums{};  // a single sum would be one long dependency chain
             for (std::size_t i = 0; i < n; i += lanes)
                 for (std::size_t k = 0; k < lanes; ++k) sums[k] += sizes[i + k];
-            for (const float one : sums) sum += one;
+            for (const float s : sums) sum += s;
         }
-        scales.rows.push_back(measure.logarithm(sum, end - row));
+        magnitudes.rows.push_back(measure.logarithm(sum, end - row));
     }
-    const std::size_t rows = scales.rows.size();
-    for (std::size_t c = 0; c < width; ++c) scales.columns[c] = measure.logarithm(columns[c], rows);
-    return scales;
+    const std::size_t rows = magnitudes.rows.size();
+    for (std::size_t c = 0; c < width; ++c) magnitudes.columns[c] = measure.logarithm(columns[c], rows);
+    return magnitudes;
 }
 
 struct Range {
     float low, high;
 };
 
-Range middle_of(std::vector<float> values) {  // without the outermost fiftieths
+Range middle_of(std::vector<float> values) {  // without 2 % at either end
     const std::size_t cut = values.size() / 50;
     std::ranges::nth_element(values, values.begin() + cut);
     const float low = values[cut];
@@ -91,19 +92,19 @@ Range middle_of(std::vector<float> values) {  // without the outermost fiftieths
 
 }  // namespace
 
-Scales measure_scales(Bytes items, const BinsKind& kind, std::size_t width) {
-    return kind.size == 1   ? measure_as<std::uint8_t>(items, kind, width)
-           : kind.size == 2 ? measure_as<std::uint16_t>(items, kind, width)
-           : kind.size == 4 ? measure_as<std::uint32_t>(items, kind, width)
-                            : measure_as<std::uint64_t>(items, kind, width);
+Magnitudes measure_magnitudes(Bytes items, const ItemType& type, std::size_t width) {
+    return type.itemsize == 1   ? measure_as<std::uint8_t>(items, type, width)
+           : type.itemsize == 2 ? measure_as<std::uint16_t>(items, type, width)
+           : type.itemsize == 4 ? measure_as<std::uint32_t>(items, type, width)
+                                : measure_as<std::uint64_t>(items, type, width);
 }
 
-Labels label_scales(const Scales& scales, Use use) {
-    const Range rows = middle_of(scales.rows), columns = middle_of(scales.columns);
-    // Finer steps say more than they save where a row has few items.
-    float step = scales.width < 96 ? 0.5f : 0.25f;
-    if (use.rows) step = std::max(step, (rows.high - rows.low) / (scale_labels - 2));
-    if (use.columns) step = std::max(step, (columns.high - columns.low) / (scale_labels - 2));
+Labels label_magnitudes(const Magnitudes& magnitudes, Sides sides) {
+    const Range rows = middle_of(magnitudes.rows), columns = middle_of(magnitudes.columns);
+    // For short rows, finer steps cost more than they save.
+    float step = magnitudes.width < 96 ? 0.5f : 0.25f;
+    if (sides.rows) step = std::max(step, (rows.high - rows.low) / (scale_labels - 2));
+    if (sides.columns) step = std::max(step, (columns.high - columns.low) / (scale_labels - 2));
     const auto label = [step](const std::vector<float>& values, float low, bool used) {
         std::vector<std::uint8_t> labels(values.size());
         if (used)
@@ -113,16 +114,15 @@ Labels label_scales(const Scales& scales, Use use) {
             });
         return labels;
     };
-    return {label(scales.rows, rows.low, use.rows), label(scales.columns, columns.low, use.columns)};
+    return {label(magnitudes.rows, rows.low, sides.rows),
+            label(magnitudes.columns, columns.low, sides.columns)};
 }
 
 double label_bits(const std::vector<std::uint8_t>& labels) {
-    std::array<double, row_labels> counts{};
-    for (const std::uint8_t label : labels) ++counts[label];
     double bits = 0;
-    for (const double n : counts)
+    for (const double n : histogram(labels))
         if (n > 0) bits += n * std::log2(static_cast<double>(labels.size()) / n);
     return bits;
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::bins

@@ -2,26 +2,26 @@
 #include "bins/bins.h"
 #include "bins/model.h"
 
-namespace slimtensors {
+namespace slimtensors::bins {
 
-// Logarithms (base 2) of how large the items of each row and of each column are.
-struct Scales {
+// log2 of the mean magnitude of the items of each row and each column.
+struct Magnitudes {
     std::size_t width;
     std::vector<float> rows, columns;
 };
-Scales measure_scales(Bytes items, const BinsKind& kind, std::size_t width);
+Magnitudes measure_magnitudes(Bytes items, const ItemType& type, std::size_t width);
 
-// Labels 0 to 15 for rows and columns; those of items of one scale have one sum.
+// Labels 0 to 15 of rows and columns; items of the same magnitude have the same sum of labels.
 struct Labels {
     std::vector<std::uint8_t> rows, columns;
 };
-// Which of the two differ; the others get label 0.
-struct Use {
+// The sides that are labelled; the other one gets label 0.
+struct Sides {
     bool rows, columns;
 };
-Labels label_scales(const Scales& scales, Use use);
+Labels label_magnitudes(const Magnitudes& magnitudes, Sides sides);
 
-// Bits that it takes to say them.
+// Entropy of the labels in bits.
 double label_bits(const std::vector<std::uint8_t>& labels);
 
-}  // namespace slimtensors
+}  // namespace slimtensors::bins

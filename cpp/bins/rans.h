@@ -1,15 +1,14 @@
 #pragma once
 #include "bins/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::bins {
 
-// Codes symbols backwards, the last one first, because the decoder takes the states apart in the opposite
-// order.
-class BinsEncoder {
+// Encodes symbols backwards: rANS decodes in the opposite order.
+class RansEncoder {
   public:
-    BinsEncoder(std::size_t symbols, std::size_t vectors);
+    RansEncoder(std::size_t symbols, std::size_t vectors);
 
-    // Symbols of a run, each with the table that `contexts` names; of one table if that is null.
+    // Encode a run of symbols with the tables selected by `contexts`, or with the first one if that is null.
     void run(std::span<const Frequencies> tables, const std::uint8_t* contexts, Bytes symbols);
 
     Bytes words() const { return {words_.data() + at_, words_.size() - at_}; }
@@ -20,28 +19,26 @@ class BinsEncoder {
   private:
     std::vector<std::uint8_t> words_;
     std::size_t at_, lanes_;
-    std::array<std::uint32_t, bins_lanes * most_bins_vectors> states_;
+    std::array<std::uint32_t, vector_lanes * max_vectors> states_;
 };
 
-// Decodes runs from states and words, which it checks never to leave.
-class BinsDecoder {
+// Decodes runs from states and words, with bounds checks.
+class RansDecoder {
   public:
-    BinsDecoder(Bytes states, Bytes words, std::size_t vectors);
+    RansDecoder(Bytes states, Bytes words, std::size_t vectors);
 
-    // A run; all but the last of consecutive calls for one run have a multiple of 8 * vectors symbols.
+    // Decode a run, possibly in several calls; all but the last must have a multiple of 8 * vectors symbols.
     void run(const std::uint32_t* slots, const std::uint8_t* contexts, std::size_t count,
              std::uint8_t* symbols);
-    // Refuse unless everything was used up.
+    // Throw std::invalid_argument unless all words were consumed.
     void finish() const;
 
   private:
     std::size_t vectors_, margin_;
     const std::uint8_t *next_, *end_;
     bool in_tail_ = false;
-    std::array<std::uint32_t, bins_lanes * most_bins_vectors> states_;
-    std::array<std::uint8_t, 2 * most_bins_vectors * bins_vector_words> tail_{};
+    std::array<std::uint32_t, vector_lanes * max_vectors> states_;
+    std::array<std::uint8_t, 2 * max_vectors * vector_words> tail_{};
 };
 
-const BinsKernels& bins_kernels();
-
-}  // namespace slimtensors
+}  // namespace slimtensors::bins

@@ -1,38 +1,34 @@
-// Checks, rows and ends of the bit mask functions; the inner loops are in bitmask_kernels.h.
+// Checks, rows and tails of the bit mask functions; the inner loops are in kernels.cpp.
 #include "bitmask/bitmask.h"
 
-#include <stdexcept>
-
 #include "bitmask/kernels.h"
+#include "core/check.h"
 #include "core/counting.h"
 #include "core/dispatch.h"
 
-namespace slimtensors {
+namespace slimtensors::bitmask {
 namespace {
 
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
+constexpr KernelTable<Kernels> table{.plain = &plain::kernels, .avx2 = SLIM_X86(&avx2::kernels)};
 
-const BitmaskKernels& kernels_for(std::size_t itemsize) {
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return bitmask_kernels_avx2(itemsize);
-#endif
-    return bitmask_kernels_plain(itemsize);
+const ItemKernels& kernels_for(std::size_t itemsize) {
+    return table.active().by_log2_itemsize[std::countr_zero(itemsize)];
 }
 
-// Where the rows lie. Made from checked sizes: nothing that uses it checks bounds again.
+// Offsets of rows. The constructor checks all sizes; nothing that uses it checks bounds again.
 struct Layout {
     std::size_t rows, row, groups, itemsize;  // `groups` mask bytes per row
 
     Layout(std::size_t items_bytes, std::size_t itemsize_, std::size_t row_, std::size_t mask_bytes)
         : row(row_), itemsize(itemsize_) {
-        if (!std::has_single_bit(itemsize) || itemsize > 16) refuse("itemsize must be 1, 2, 4, 8 or 16");
-        if (row == 0) refuse("row must be at least 1");
+        check(std::has_single_bit(itemsize) && itemsize <= 16, "itemsize must be 1, 2, 4, 8 or 16");
+        check(row != 0, "row must be at least 1");
         const std::size_t items = items_bytes / itemsize;
-        if (items_bytes % itemsize != 0 || items % row != 0) refuse("items are not a whole number of rows");
-        if (row % group_items == 0 && items != 0) row = items;  // no padding anywhere: one long row
+        check(items_bytes % itemsize == 0 && items % row == 0, "items are not a whole number of rows");
+        if (row % group_items == 0 && items != 0) row = items;  // no padding: a single row
         rows = items / row;
-        groups = row / group_items + (row % group_items != 0);
-        if (mask_bytes != rows * groups) refuse("mask must have ceil(row / 8) bytes for each row of items");
+        groups = ceil_div(row, group_items);
+        check(mask_bytes == rows * groups, "mask must have ceil(row / 8) bytes for each row of items");
     }
 
     std::size_t mask_at(std::size_t r) const { return r * groups; }
@@ -40,10 +36,10 @@ struct Layout {
     std::size_t group_bytes() const { return group_items * itemsize; }
     std::size_t edge_items() const { return row - (groups - 1) * group_items; }  // in a row's last group
 
-    // The last group of a padded row may run into the rows after it: reading there is harmless, and what is
-    // written there is written again with the right bytes later. Only where `items` ends does it need care.
+    // The last group of a padded row may extend into the next rows: reading there is harmless, and bytes
+    // written there are overwritten later. Only the end of `items` needs a separate buffer.
     bool has_edge(std::size_t r) const { return r * row + groups * group_items > rows * row; }
-    std::size_t whole_groups(std::size_t r) const { return has_edge(r) ? groups - 1 : groups; }
+    std::size_t full_groups(std::size_t r) const { return has_edge(r) ? groups - 1 : groups; }
 
     std::uint8_t row_end_bits() const {
         return static_cast<std::uint8_t>(0xff >> (group_items - edge_items()));
@@ -53,19 +49,19 @@ struct Layout {
         if (row % group_items == 0) return;
         unsigned stray = 0;
         for (std::size_t r = 0; r < rows; ++r) stray |= mask[mask_at(r) + groups - 1] & ~row_end_bits();
-        if (stray != 0) refuse("mask has ones in the bits that pad its rows");
+        check(stray == 0, "mask has ones in the bits that pad its rows");
     }
 
     void check_values(Bytes mask, std::size_t values_bytes) const {
-        if (values_bytes % itemsize != 0 || popcount(mask) != values_bytes / itemsize)
-            refuse("mask and values disagree: the mask must have a one for each value");
+        check(values_bytes % itemsize == 0 && popcount(mask) == values_bytes / itemsize,
+              "mask must have exactly one bit set for each value");
     }
 };
 
 constexpr std::size_t tail_items = 2 * packed_margin;
 
-// Packed values on their way in. Kernels want `packed_margin` items ahead, so the last few are read from a
-// copy with room behind it.
+// Reads packed values. Kernels need `packed_margin` items of lookahead, so the last few values are read from
+// a padded copy.
 class PackedSource {
   public:
     PackedSource(Bytes values, const Layout& layout)
@@ -82,7 +78,7 @@ class PackedSource {
             done += kernels_.scatter(mask + done, groups - done, next_, end_,
                                      items + done * layout_.group_bytes());
         }
-        if (done != groups) refuse("mask was changed while it was read");
+        check(done == groups, "mask was modified during the call");
     }
 
   private:
@@ -94,7 +90,7 @@ class PackedSource {
         in_tail_ = true;
     }
 
-    const BitmaskKernels& kernels_;
+    const ItemKernels& kernels_;
     const Layout& layout_;
     const std::uint8_t* next_;
     const std::uint8_t* end_;
@@ -102,7 +98,7 @@ class PackedSource {
     alignas(64) std::uint8_t tail_[tail_items * 16];
 };
 
-// Packed values on their way out: the last few go through a buffer for the same reason.
+// Writes packed values; the last few go through a buffer for the same reason.
 class PackedSink {
   public:
     PackedSink(MutableBytes values, const Layout& layout)
@@ -119,7 +115,7 @@ class PackedSink {
             done += kernels_.gather(items + done * layout_.group_bytes(), mask + done, groups - done, next_,
                                     end_);
         }
-        if (done != groups) refuse("mask was changed while it was read");
+        check(done == groups, "mask was modified during the call");
     }
 
     void finish() {
@@ -135,7 +131,7 @@ class PackedSink {
         in_tail_ = true;
     }
 
-    const BitmaskKernels& kernels_;
+    const ItemKernels& kernels_;
     const Layout& layout_;
     std::uint8_t* next_;
     std::uint8_t* end_;
@@ -147,25 +143,25 @@ class PackedSink {
 
 }  // namespace
 
-std::size_t bitmask_find(Bytes items, std::size_t itemsize, std::size_t row, MutableBytes mask) {
+std::size_t find(Bytes items, std::size_t itemsize, std::size_t row, MutableBytes mask) {
     const Layout layout(items.size(), itemsize, row, mask.size());
-    const BitmaskKernels& kernels = kernels_for(itemsize);
+    const ItemKernels& kernels = kernels_for(itemsize);
     for (std::size_t r = 0; r < layout.rows; ++r) {
         const std::uint8_t* from = items.data() + layout.item_at(r);
         std::uint8_t* to = mask.data() + layout.mask_at(r);
-        const std::size_t whole = layout.whole_groups(r);
-        kernels.find(from, whole, to);
+        const std::size_t full = layout.full_groups(r);
+        kernels.find(from, full, to);
         if (layout.has_edge(r)) {
             std::uint8_t edge[group_items * 16] = {};
-            std::memcpy(edge, from + whole * layout.group_bytes(), layout.edge_items() * itemsize);
-            kernels.find(edge, 1, to + whole);
+            std::memcpy(edge, from + full * layout.group_bytes(), layout.edge_items() * itemsize);
+            kernels.find(edge, 1, to + full);
         }
         to[layout.groups - 1] &= layout.row_end_bits();
     }
     return popcount(mask);
 }
 
-void bitmask_gather(Bytes items, std::size_t itemsize, std::size_t row, Bytes mask, MutableBytes values) {
+void gather(Bytes items, std::size_t itemsize, std::size_t row, Bytes mask, MutableBytes values) {
     const Layout layout(items.size(), itemsize, row, mask.size());
     layout.check_padding(mask);
     layout.check_values(mask, values.size());
@@ -173,18 +169,18 @@ void bitmask_gather(Bytes items, std::size_t itemsize, std::size_t row, Bytes ma
     for (std::size_t r = 0; r < layout.rows; ++r) {
         const std::uint8_t* from = items.data() + layout.item_at(r);
         const std::uint8_t* bits = mask.data() + layout.mask_at(r);
-        const std::size_t whole = layout.whole_groups(r);
-        sink.gather(from, bits, whole);
+        const std::size_t full = layout.full_groups(r);
+        sink.gather(from, bits, full);
         if (layout.has_edge(r)) {
             std::uint8_t edge[group_items * 16] = {};
-            std::memcpy(edge, from + whole * layout.group_bytes(), layout.edge_items() * itemsize);
-            sink.gather(edge, bits + whole, 1);
+            std::memcpy(edge, from + full * layout.group_bytes(), layout.edge_items() * itemsize);
+            sink.gather(edge, bits + full, 1);
         }
     }
     sink.finish();
 }
 
-void bitmask_scatter(Bytes mask, std::size_t row, Bytes values, std::size_t itemsize, MutableBytes items) {
+void scatter(Bytes mask, std::size_t row, Bytes values, std::size_t itemsize, MutableBytes items) {
     const Layout layout(items.size(), itemsize, row, mask.size());
     layout.check_padding(mask);
     layout.check_values(mask, values.size());
@@ -192,14 +188,14 @@ void bitmask_scatter(Bytes mask, std::size_t row, Bytes values, std::size_t item
     for (std::size_t r = 0; r < layout.rows; ++r) {
         const std::uint8_t* bits = mask.data() + layout.mask_at(r);
         std::uint8_t* to = items.data() + layout.item_at(r);
-        const std::size_t whole = layout.whole_groups(r);
-        source.scatter(bits, whole, to);
+        const std::size_t full = layout.full_groups(r);
+        source.scatter(bits, full, to);
         if (layout.has_edge(r)) {
             std::uint8_t edge[group_items * 16];
-            source.scatter(bits + whole, 1, edge);
-            std::memcpy(to + whole * layout.group_bytes(), edge, layout.edge_items() * itemsize);
+            source.scatter(bits + full, 1, edge);
+            std::memcpy(to + full * layout.group_bytes(), edge, layout.edge_items() * itemsize);
         }
     }
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::bitmask

@@ -1,14 +1,15 @@
-// Bit mask kernels for AVX2: a mask byte looks up how to shuffle the eight items of its group.
+// Groups of items for AVX2: a mask byte selects the shuffle of the eight items of its group.
+#pragma once
 #include <immintrin.h>
 
 #include "bitmask/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::bitmask::SLIM_TARGET {
 namespace {
 
-// `rank` moves packed values to their places: entry k is the number of ones below bit k, or has its top bit
-// set where bit k is zero; shuffles make a zero of that. `place` is the inverse: entry r is where the r-th
-// one is. The `2` tables hold the same for items of two units: (2r, 2r + 1).
+// `rank` expands packed values: entry k is the number of ones below bit k, or has its top bit set if bit k is
+// zero, for which shuffles produce zero. `place` is the inverse: entry r is the position of the r-th one. The
+// `2` tables are the same for items of two units: (2r, 2r + 1).
 struct Tables {
     alignas(64) std::uint8_t rank[256][8];
     alignas(64) std::uint8_t place[256][8];
@@ -48,7 +49,7 @@ void store32(std::uint8_t* to, __m256i v) { _mm256_storeu_si256(reinterpret_cast
 
 std::size_t ones(unsigned mask) { return static_cast<std::size_t>(_mm_popcnt_u32(mask)); }
 
-// Eight 32-bit units in the order that eight bytes give, zeros where a byte has its top bit set.
+// Permute eight 32-bit units by eight byte indices; an index with its top bit set gives zero.
 __m256i pick(__m256i units, const std::uint8_t* order) {
     const __m256i index = _mm256_cvtepi8_epi32(load8(order));
     return _mm256_andnot_si256(_mm256_srai_epi32(index, 31), _mm256_permutevar8x32_epi32(units, index));
@@ -118,7 +119,7 @@ struct Group4 {
     }
 };
 
-// Four items of two 32-bit units each fill a vector: a group is done in two halves.
+// Four items of two 32-bit units each fill a vector: a group is processed in two halves.
 struct Group8 {
     static constexpr std::size_t itemsize = 8;
 
@@ -147,7 +148,7 @@ struct Group8 {
     }
 };
 
-// An item fills a vector, so there is nothing to shuffle.
+// Each item fills a vector, so there is nothing to shuffle.
 struct Group16 {
     static constexpr std::size_t itemsize = 16;
 
@@ -161,7 +162,7 @@ struct Group16 {
     }
     static std::uint8_t* gather(const std::uint8_t* items, std::uint8_t mask, std::uint8_t* to) {
         for (unsigned k = 0; k < group_items; ++k) {
-            store16(to, load16(items + k * itemsize));  // the next one overwrites it unless it is kept
+            store16(to, load16(items + k * itemsize));  // overwritten by the next item unless marked
             to += (mask >> k & 1u) * itemsize;
         }
         return to;
@@ -177,11 +178,5 @@ struct Group16 {
     }
 };
 
-constexpr BitmaskKernels kernels[] = {kernels_of<Group1>(), kernels_of<Group2>(), kernels_of<Group4>(),
-                                      kernels_of<Group8>(), kernels_of<Group16>()};
-
 }  // namespace
-
-const BitmaskKernels& bitmask_kernels_avx2(std::size_t itemsize) { return kernels[_tzcnt_u64(itemsize)]; }
-
-}  // namespace slimtensors
+}  // namespace slimtensors::bitmask::SLIM_TARGET

@@ -1,7 +1,8 @@
-// Bit mask kernels in portable C++: one item at a time, without branches on the mask.
+// Groups of items in portable C++: one item at a time, without branches on the mask.
+#pragma once
 #include "bitmask/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::bitmask::SLIM_TARGET {
 namespace {
 
 template <class Item>
@@ -17,7 +18,7 @@ struct Group {
 
     static std::uint8_t* gather(const std::uint8_t* items, std::uint8_t mask, std::uint8_t* to) {
         for (unsigned k = 0; k < group_items; ++k) {
-            store(to, load<Item>(items + k * itemsize));  // the next one overwrites it unless it is kept
+            store(to, load<Item>(items + k * itemsize));  // overwritten by the next item unless marked
             to += (mask >> k & 1u) * itemsize;
         }
         return to;
@@ -33,16 +34,11 @@ struct Group {
     }
 };
 
-__extension__ using Item16 = unsigned __int128;
-
-constexpr BitmaskKernels kernels[] = {kernels_of<Group<std::uint8_t>>(), kernels_of<Group<std::uint16_t>>(),
-                                      kernels_of<Group<std::uint32_t>>(), kernels_of<Group<std::uint64_t>>(),
-                                      kernels_of<Group<Item16>>()};
+using Group1 = Group<std::uint8_t>;
+using Group2 = Group<std::uint16_t>;
+using Group4 = Group<std::uint32_t>;
+using Group8 = Group<std::uint64_t>;
+using Group16 = Group<Uint128>;
 
 }  // namespace
-
-const BitmaskKernels& bitmask_kernels_plain(std::size_t itemsize) {
-    return kernels[std::countr_zero(itemsize)];
-}
-
-}  // namespace slimtensors
+}  // namespace slimtensors::bitmask::SLIM_TARGET

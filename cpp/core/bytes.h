@@ -5,25 +5,36 @@
 #include <cstring>
 #include <span>
 
+#include "core/target.h"
+
 namespace slimtensors {
 
-static_assert(std::endian::native == std::endian::little, "files are little-endian and are used as they are");
+static_assert(std::endian::native == std::endian::little, "file formats are little-endian");
 
 using Bytes = std::span<const std::uint8_t>;
 using MutableBytes = std::span<std::uint8_t>;
 
-// Buffers come from files at any alignment, hence memcpy. Static, so that no unit compiled for a newer
-// processor can lend its copy to the plain units.
+__extension__ using Uint128 = unsigned __int128;
+
+inline namespace SLIM_TARGET {
+
+// Unaligned access: buffers come from files at any offset.
 template <class T>
-static inline T load(const std::uint8_t* from) {
+inline T load(const std::uint8_t* from) {
     T value;
     std::memcpy(&value, from, sizeof value);
     return value;
 }
 
 template <class T>
-static inline void store(std::uint8_t* to, T value) {
+inline void store(std::uint8_t* to, T value) {
     std::memcpy(to, &value, sizeof value);
+}
+
+}  // namespace SLIM_TARGET
+
+constexpr std::size_t ceil_div(std::size_t n, std::size_t divisor) {
+    return n / divisor + (n % divisor != 0);
 }
 
 }  // namespace slimtensors

@@ -1,111 +1,69 @@
 #include "core/counting.h"
 
 #include <algorithm>
-#include <array>
-#include <stdexcept>
-#include <vector>
 
-#include "core/dispatch.h"
+#include "core/check.h"
 
 namespace slimtensors {
 namespace {
 
-constexpr std::size_t vector_bytes = 32;
+constexpr KernelTable<core::CountingKernels> kernels{.plain = &core::plain::counting_kernels,
+                                                     .avx2 = SLIM_X86(&core::avx2::counting_kernels)};
 
-std::size_t popcount_plain(Bytes bytes) {
-    std::size_t ones = 0, i = 0;
-    for (; i + 8 <= bytes.size(); i += 8) ones += std::popcount(load<std::uint64_t>(bytes.data() + i));
-    for (; i < bytes.size(); ++i) ones += std::popcount(bytes[i]);
-    return ones;
+constexpr std::size_t word_items = 32;
+constexpr std::size_t block_words = 128;  // short: a dense tensor is finished after a few thousand items
+constexpr GroupPeaks full = {4, 8, 16, 32};
+
+// Return the largest of the packed numbers in `counts`, each `width` bits wide.
+std::uint8_t largest(std::uint32_t counts, unsigned width) {
+    std::uint8_t peak = 0;
+    for (unsigned at = 0; at < word_items; at += width)
+        peak = std::max(peak,
+                        static_cast<std::uint8_t>(counts >> at & 0xff & ((std::uint64_t{1} << width) - 1)));
+    return peak;
 }
 
-// Counters as narrow as the items let the compiler use whole vectors; a block is short enough for eight bits.
-template <class Item>
-ZeroCounts count_zeros_plain(Bytes bytes) {
-    constexpr Item top = static_cast<Item>(Item{1} << (8 * sizeof(Item) - 1));
-    constexpr std::size_t block = 240;
-    const std::size_t items = bytes.size() / sizeof(Item);
-    ZeroCounts counts;
-    for (std::size_t start = 0; start < items; start += block) {
-        const std::size_t stop = std::min(start + block, items);
-        Item zero = 0, negative_zero = 0;
-        for (std::size_t i = start; i < stop; ++i) {
-            const Item item = load<Item>(bytes.data() + i * sizeof(Item));
-            zero += item == 0;
-            negative_zero += item == top;
-        }
-        counts.zero += static_cast<std::size_t>(zero);
-        counts.negative_zero += static_cast<std::size_t>(negative_zero);
-    }
-    return counts;
-}
-
-__extension__ using Item16 = unsigned __int128;
-
-ZeroCounts count_zeros_plain(Bytes bytes, std::size_t itemsize) {
-    switch (itemsize) {
-        case 1:
-            return count_zeros_plain<std::uint8_t>(bytes);
-        case 2:
-            return count_zeros_plain<std::uint16_t>(bytes);
-        case 4:
-            return count_zeros_plain<std::uint32_t>(bytes);
-        case 8:
-            return count_zeros_plain<std::uint64_t>(bytes);
-        default:
-            return count_zeros_plain<Item16>(bytes);
-    }
+void update_peaks(GroupPeaks& peaks, std::uint32_t bits) {
+    std::uint32_t counts = bits - (bits >> 1 & 0x55555555u);  // of pairs; each step doubles the group
+    counts = (counts & 0x33333333u) + (counts >> 2 & 0x33333333u);
+    if (peaks[0] < full[0]) peaks[0] = std::max(peaks[0], largest(counts, 4));
+    counts = (counts + (counts >> 4)) & 0x0f0f0f0fu;
+    if (peaks[1] < full[1]) peaks[1] = std::max(peaks[1], largest(counts, 8));
+    counts = (counts + (counts >> 8)) & 0x00ff00ffu;
+    if (peaks[2] < full[2]) peaks[2] = std::max(peaks[2], largest(counts, 16));
+    counts = (counts + (counts >> 16)) & 0xffu;
+    peaks[3] = std::max(peaks[3], static_cast<std::uint8_t>(counts));
 }
 
 }  // namespace
 
-void count_bytes(Bytes items, ItemKind kind, MutableBytes counts) {
-    if (!std::has_single_bit(kind.size) || kind.size > 8)
-        throw std::invalid_argument("itemsize must be 1, 2, 4 or 8");
-    if (kind.rotated && kind.size == 1) throw std::invalid_argument("items of one byte cannot be rotated");
-    if (items.size() % kind.size != 0) throw std::invalid_argument("items are not a whole number of items");
-    if (counts.size() != kind.size * 256 * sizeof(std::uint64_t))
-        throw std::invalid_argument("there must be 256 counts for each byte of an item");
-    constexpr std::size_t block = 1 << 14;
-    std::vector<std::uint8_t> plane(block);
-    const std::size_t total = items.size() / kind.size;
-    for (std::size_t j = 0; j < kind.size; ++j) {
-        // Equal neighbours would wait for each other's counter, so four take turns.
-        std::array<std::array<std::uint64_t, 256>, 4> found{};
-        for (std::size_t start = 0; start < total; start += block) {
-            const std::size_t size = std::min(block, total - start);
-            take_plane(items.data() + start * kind.size, size, kind, j, plane.data());
-            for (std::size_t i = 0; i < size; ++i) ++found[i % 4][plane[i]];
-        }
-        for (std::size_t byte = 0; byte < 256; ++byte)
-            store(counts.data() + (j * 256 + byte) * sizeof(std::uint64_t),
-                  found[0][byte] + found[1][byte] + found[2][byte] + found[3][byte]);
-    }
-}
-
-std::size_t popcount(Bytes mask) {
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) {
-        const std::size_t vectors = mask.size() / vector_bytes;
-        return popcount_avx2(mask.data(), vectors) + popcount_plain(mask.subspan(vectors * vector_bytes));
-    }
-#endif
-    return popcount_plain(mask);
-}
+std::size_t popcount(Bytes bytes) { return kernels.active().popcount(bytes); }
 
 ZeroCounts count_zeros(Bytes items, std::size_t itemsize) {
-    if (!std::has_single_bit(itemsize) || itemsize > 16)
-        throw std::invalid_argument("itemsize must be 1, 2, 4, 8 or 16");
-    if (items.size() % itemsize != 0) throw std::invalid_argument("items are not a whole number of items");
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) {
-        const std::size_t vectors = items.size() / vector_bytes;
-        const ZeroCounts most = count_zeros_avx2(items.data(), vectors, itemsize);
-        const ZeroCounts rest = count_zeros_plain(items.subspan(vectors * vector_bytes), itemsize);
-        return {most.zero + rest.zero, most.negative_zero + rest.negative_zero};
+    check_wide_items(items.size(), itemsize);
+    return kernels.active().count_zeros(items, itemsize);
+}
+
+GroupPeaks group_peaks(Bytes items, std::size_t itemsize, bool signed_zero) {
+    check_wide_items(items.size(), itemsize);
+    const auto nonzero_bits = kernels.active().nonzero_bits;
+    const std::size_t word_bytes = word_items * itemsize;
+    std::array<std::uint32_t, block_words> bits;
+    GroupPeaks peaks{};
+    std::size_t at = 0;
+    while (items.size() - at >= word_bytes && peaks != full) {
+        const std::size_t words = std::min((items.size() - at) / word_bytes, block_words);
+        nonzero_bits(items.data() + at, words, itemsize, signed_zero, bits.data());
+        for (std::size_t i = 0; i < words; ++i) update_peaks(peaks, bits[i]);
+        at += words * word_bytes;
     }
-#endif
-    return count_zeros_plain(items, itemsize);
+    if (peaks != full && at < items.size()) {
+        std::array<std::uint8_t, word_items * 16> tail{};  // padded with zeros
+        std::memcpy(tail.data(), items.data() + at, items.size() - at);
+        nonzero_bits(tail.data(), 1, itemsize, signed_zero, bits.data());
+        update_peaks(peaks, bits[0]);
+    }
+    return peaks;
 }
 
 }  // namespace slimtensors

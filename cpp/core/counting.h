@@ -1,27 +1,46 @@
 #pragma once
+#include <array>
+
 #include "core/bytes.h"
-#include "core/planes.h"
+#include "core/dispatch.h"
 
 namespace slimtensors {
 
-// Number of ones in all bytes together.
-std::size_t popcount(Bytes mask);
+// Items have 1, 2, 4, 8 or 16 bytes; the functions throw std::invalid_argument for anything else.
+
+// Return the number of ones in all bytes.
+std::size_t popcount(Bytes bytes);
 
 struct ZeroCounts {
     std::size_t zero = 0;           // all bits zero
     std::size_t negative_zero = 0;  // only the top bit set: -0.0 if the items are floats
 };
 
-// Count both kinds of zero. Items have 1, 2, 4, 8 or 16 bytes; throws std::invalid_argument for anything
-// else.
 ZeroCounts count_zeros(Bytes items, std::size_t itemsize);
 
-// Count how often each byte occurs in each plane of items: 256 numbers of 64 bits for plane 0, then for plane
-// 1, and so on. Throws std::invalid_argument if `counts` has another size, or the items no such planes.
-void count_bytes(Bytes items, ItemKind kind, MutableBytes counts);
+// The maximum number of nonzero items in any group of 4, 8, 16 and 32 consecutive items. Groups start at the
+// first item; the last one may be shorter.
+using GroupPeaks = std::array<std::uint8_t, 4>;
 
-// Whole vectors of 32 bytes only; the caller counts the rest.
-std::size_t popcount_avx2(const std::uint8_t* bytes, std::size_t vectors);
-ZeroCounts count_zeros_avx2(const std::uint8_t* bytes, std::size_t vectors, std::size_t itemsize);
+// With `signed_zero`, items with only the top bit set count as zero, as -0.0 does.
+GroupPeaks group_peaks(Bytes items, std::size_t itemsize, bool signed_zero);
 
+namespace core {
+
+struct CountingKernels {
+    std::size_t (*popcount)(Bytes bytes);
+    ZeroCounts (*count_zeros)(Bytes items, std::size_t itemsize);
+    // One bit per nonzero item, lowest first, for `words` times 32 items.
+    void (*nonzero_bits)(const std::uint8_t* items, std::size_t words, std::size_t itemsize, bool signed_zero,
+                         std::uint32_t* bits);
+};
+
+namespace plain {
+extern const CountingKernels counting_kernels;
+}
+namespace avx2 {
+extern const CountingKernels counting_kernels;
+}
+
+}  // namespace core
 }  // namespace slimtensors

@@ -1,6 +1,5 @@
 #include "core/crc32c.h"
 
-#include "core/dispatch.h"
 #include "core/crc32c_polynomial.h"
 
 namespace slimtensors {
@@ -8,21 +7,21 @@ namespace {
 
 // Slicing by 8: tables[k][b] is the remainder of byte b followed by k zero bytes.
 constexpr auto tables = [] {
-    std::array<std::array<std::uint32_t, 256>, 8> made{};
+    std::array<std::array<std::uint32_t, 256>, 8> result{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
         std::uint32_t remainder = byte;
         for (int bit = 0; bit < 8; ++bit) remainder = crc32c_times_x(remainder);
-        made[0][byte] = remainder;
+        result[0][byte] = remainder;
     }
     for (std::size_t k = 1; k < 8; ++k)
         for (std::size_t byte = 0; byte < 256; ++byte) {
-            const std::uint32_t before = made[k - 1][byte];
-            made[k][byte] = before >> 8 ^ made[0][before & 255u];
+            const std::uint32_t before = result[k - 1][byte];
+            result[k][byte] = before >> 8 ^ result[0][before & 255u];
         }
-    return made;
+    return result;
 }();
 
-std::uint32_t crc32c_plain(Bytes data, std::uint32_t state) {
+std::uint32_t update(Bytes data, std::uint32_t state) {
     std::size_t i = 0;
     for (; i + 8 <= data.size(); i += 8) {
         const std::uint64_t word = load<std::uint64_t>(data.data() + i) ^ state;
@@ -35,11 +34,18 @@ std::uint32_t crc32c_plain(Bytes data, std::uint32_t state) {
 
 }  // namespace
 
+namespace core::plain {
+constinit const Crc32cKernels crc32c_kernels{update};
+}
+
 std::uint32_t crc32c(Bytes data, std::uint32_t seed) {
 #if defined(SLIMTENSORS_X86) || defined(__ARM_FEATURE_CRC32)
-    if (cpu().crc32c) return ~crc32c_hardware(data, ~seed);
+    constexpr KernelTable<core::Crc32cKernels> table{.plain = &core::plain::crc32c_kernels,
+                                                     .crc = &core::crc::crc32c_kernels};
+#else
+    constexpr KernelTable<core::Crc32cKernels> table{.plain = &core::plain::crc32c_kernels};
 #endif
-    return ~crc32c_plain(data, ~seed);
+    return ~table.active().update(data, ~seed);
 }
 
 std::uint32_t crc32c_join(std::uint32_t a, std::uint32_t b, std::uint64_t length_b) {

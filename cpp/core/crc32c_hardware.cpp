@@ -1,4 +1,4 @@
-// CRC-32C by the processor's own instruction, three streams at a time because its latency is three cycles.
+// CRC-32C instructions on three interleaved blocks: their latency is three cycles.
 #include "core/crc32c.h"
 #include "core/crc32c_polynomial.h"
 
@@ -9,11 +9,11 @@
 #endif
 
 #if defined(__SSE4_2__) || defined(__ARM_FEATURE_CRC32)
-namespace slimtensors {
+namespace slimtensors::core::crc {
 namespace {
 
 #if defined(__SSE4_2__)
-using State = std::uint64_t;  // 32 bits in a 64-bit register, which is what the instruction takes and gives
+using State = std::uint64_t;  // the instruction's operand; only 32 bits are used
 State add8(State state, const std::uint8_t* from) { return _mm_crc32_u64(state, load<std::uint64_t>(from)); }
 State add1(State state, std::uint8_t byte) { return _mm_crc32_u8(static_cast<std::uint32_t>(state), byte); }
 #else
@@ -22,21 +22,21 @@ State add8(State state, const std::uint8_t* from) { return __crc32cd(state, load
 State add1(State state, std::uint8_t byte) { return __crc32cb(state, byte); }
 #endif
 
-// Appends a fixed number of zero bytes to a remainder, one look-up per byte of it.
+// Appends a fixed number of zero bytes to a remainder, one lookup per byte of the remainder.
 template <std::size_t length>
 struct Shift {
     static constexpr auto tables = [] {
         std::uint32_t bits[32] = {};
         for (int k = 0; k < 32; ++k) bits[k] = crc32c_multiply(crc32c_shift(length), 1u << k);
-        std::array<std::array<std::uint32_t, 256>, 4> made{};
+        std::array<std::array<std::uint32_t, 256>, 4> result{};
         for (unsigned k = 0; k < 4; ++k)
             for (unsigned byte = 1; byte < 256; ++byte) {
-                const unsigned rest = byte & (byte - 1);  // linear: the lowest bit and the rest add up
+                const unsigned rest = byte & (byte - 1);  // linear: f(byte) = f(rest) ^ f(lowest bit)
                 unsigned lowest = 0;
                 while (!(byte >> lowest & 1u)) ++lowest;
-                made[k][byte] = made[k][rest] ^ bits[8 * k + lowest];
+                result[k][byte] = result[k][rest] ^ bits[8 * k + lowest];
             }
-        return made;
+        return result;
     }();
 
     static State apply(State state) {
@@ -45,7 +45,7 @@ struct Shift {
     }
 };
 
-// Takes triples of blocks off the front of [at, end).
+// Consumes triples of blocks from the front of [at, end).
 template <std::size_t block>
 State add_triples(State state, const std::uint8_t*& at, const std::uint8_t* end) {
     for (; end - at >= static_cast<std::ptrdiff_t>(3 * block); at += 3 * block) {
@@ -61,9 +61,7 @@ State add_triples(State state, const std::uint8_t*& at, const std::uint8_t* end)
     return state;
 }
 
-}  // namespace
-
-std::uint32_t crc32c_hardware(Bytes data, std::uint32_t start) {
+std::uint32_t update(Bytes data, std::uint32_t start) {
     State state = start;
     const std::uint8_t* at = data.data();
     const std::uint8_t* end = at + data.size();
@@ -74,5 +72,9 @@ std::uint32_t crc32c_hardware(Bytes data, std::uint32_t start) {
     return static_cast<std::uint32_t>(state);
 }
 
-}  // namespace slimtensors
+}  // namespace
+
+constinit const Crc32cKernels crc32c_kernels{update};
+
+}  // namespace slimtensors::core::crc
 #endif

@@ -1,10 +1,11 @@
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace slimtensors {
 
-// Arithmetic modulo the CRC-32C polynomial, bits reflected: the highest bit is the coefficient of x^0.
+// Arithmetic modulo the CRC-32C polynomial with reflected bits: the highest bit is the coefficient of x^0.
 inline constexpr std::uint32_t crc32c_polynomial = 0x82f63b78;
 inline constexpr std::uint32_t crc32c_one = 0x80000000;
 
@@ -18,7 +19,7 @@ constexpr std::uint32_t crc32c_multiply(std::uint32_t a, std::uint32_t b) {
     return product;
 }
 
-// x^(2^k), from which every other power is made.
+// x^(2^k) for every k.
 inline constexpr std::array<std::uint32_t, 67> crc32c_powers = [] {
     std::array<std::uint32_t, 67> powers{};
     powers[0] = crc32c_times_x(crc32c_one);
@@ -26,7 +27,7 @@ inline constexpr std::array<std::uint32_t, 67> crc32c_powers = [] {
     return powers;
 }();
 
-// What `length` zero bytes multiply a remainder by: x^(8 * length).
+// Factor by which `length` zero bytes multiply a remainder: x^(8 * length).
 constexpr std::uint32_t crc32c_shift(std::uint64_t length) {
     std::uint32_t product = crc32c_one;
     for (std::size_t k = 3; length != 0; length >>= 1, ++k)

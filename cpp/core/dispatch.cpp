@@ -1,44 +1,45 @@
 #include "core/dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
-#include <stdexcept>
 #include <string_view>
+
+#include "core/check.h"
 
 namespace slimtensors {
 namespace {
 
-Cpu choose() {
-    const char* wish = std::getenv("SLIMTENSORS_CPU");
-    const std::string_view name = wish ? wish : "";
-    if (name == "plain") return {};
-    Cpu found = detect_cpu();
-    if (name == "avx2") found.avx512 = false;
-    if (name.empty() || name == "avx2") return found;
-    throw std::invalid_argument("SLIMTENSORS_CPU must be 'plain', 'avx2' or not set");
+Isa choose() {
+    const char* value = std::getenv("SLIMTENSORS_CPU");
+    const std::string_view name = value ? value : "";
+    if (name == "plain") return Isa::plain;
+    check(name.empty() || name == "avx2", "SLIMTENSORS_CPU must be 'plain', 'avx2' or not set");
+    return name.empty() ? detect_isa() : std::min(detect_isa(), Isa::avx2);
 }
 
-Cpu& current() {
-    static Cpu chosen = choose();
-    return chosen;
+Isa& current() {
+    static Isa isa = choose();
+    return isa;
 }
 
 }  // namespace
 
-Cpu detect_cpu() {
-    Cpu found;
+Isa detect_isa() {
 #if defined(SLIMTENSORS_X86)
-    found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                 __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
-                 __builtin_cpu_supports("fma");
-    found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f");
-    found.crc32c = __builtin_cpu_supports("sse4.2");
+    if (!__builtin_cpu_supports("sse4.2")) return Isa::plain;
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+                      __builtin_cpu_supports("fma");
+    if (!avx2) return Isa::crc;
+    return __builtin_cpu_supports("avx512f") ? Isa::avx512 : Isa::avx2;
 #elif defined(__ARM_FEATURE_CRC32)
-    found.crc32c = true;
+    return Isa::crc;
+#else
+    return Isa::plain;
 #endif
-    return found;
 }
 
-const Cpu& cpu() { return current(); }
-void use_cpu(const Cpu& chosen) { current() = chosen; }
+Isa active_isa() { return current(); }
+void set_isa(Isa isa) { current() = isa; }
 
 }  // namespace slimtensors

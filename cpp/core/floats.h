@@ -1,14 +1,19 @@
-// Small floats, without branches, so that loops over them become vector code. Static, as in bytes.h.
+// Conversions of small floats, without branches so that loops over them are vectorized.
 #pragma once
-#include "quantize/quantize.h"
+#include "core/bytes.h"
 
 namespace slimtensors {
 
-static inline float from_bits(std::uint32_t bits) { return std::bit_cast<float>(bits); }
-static inline std::uint32_t to_bits(float x) { return std::bit_cast<std::uint32_t>(x); }
+// Float types of weights and scales. `e8m0` is a power of two, stored as its exponent plus 127.
+enum class FloatType : std::uint8_t { f32, f16, bf16, e4m3, e8m0 };
 
-// Round away the lowest `drop` bits, half to even.
-static inline std::uint32_t rounded(std::uint32_t bits, unsigned drop) {
+inline namespace SLIM_TARGET {
+
+inline float from_bits(std::uint32_t bits) { return std::bit_cast<float>(bits); }
+inline std::uint32_t to_bits(float x) { return std::bit_cast<std::uint32_t>(x); }
+
+// Round to a multiple of 2^drop, half to even; the lowest `drop` bits of the result are arbitrary.
+inline std::uint32_t round_bits(std::uint32_t bits, unsigned drop) {
     return bits + ((1u << (drop - 1)) - 1) + (bits >> drop & 1);
 }
 
@@ -26,9 +31,9 @@ struct BF16 {
     static float value(Bits bits) { return from_bits(std::uint32_t{bits} << 16); }
     static Bits nearest(float x) {
         const std::uint32_t quiet = 0x7fc0;
-        return static_cast<Bits>(x != x ? quiet : rounded(to_bits(x), 16) >> 16);
+        return static_cast<Bits>(x != x ? quiet : round_bits(to_bits(x), 16) >> 16);
     }
-    static float round(float x) { return from_bits(rounded(to_bits(x), 16) & 0xffff0000); }
+    static float round(float x) { return from_bits(round_bits(to_bits(x), 16) & 0xffff0000); }
 };
 
 struct F16 {
@@ -37,31 +42,31 @@ struct F16 {
     static float value(Bits bits) {
         const std::uint32_t size = std::uint32_t{bits & 0x7fffu} << 13,
                             sign = std::uint32_t{bits & 0x8000u} << 16;
-        const float scaled = from_bits(size) * 0x1p112f;  // the biases of the exponents differ
+        const float scaled = from_bits(size) * 0x1p112f;  // exponent bias 127 instead of 15
         return from_bits(to_bits(scaled) | sign | (size >= 0x0f800000 ? 0x7f800000 : 0));
     }
     static Bits nearest(float x) {
         const std::uint32_t sign = to_bits(x) >> 16 & 0x8000, size = to_bits(x) & 0x7fffffff;
-        const std::uint32_t normal = (rounded(size, 13) >> 13) - (112u << 10);
+        const std::uint32_t normal = (round_bits(size, 13) >> 13) - (112u << 10);
         const std::uint32_t tiny = to_bits(from_bits(size) + 0.5f) - to_bits(0.5f);  // units of 2^-24
-        const std::uint32_t most = size > 0x7f800000 ? 0x7e00 : infinity;            // NaN stays one
+        const std::uint32_t limit = size > 0x7f800000 ? 0x7e00 : infinity;           // NaN stays NaN
         const std::uint32_t half = size < to_bits(0x1p-14f) ? tiny : normal;
-        return static_cast<Bits>((half < most ? half : most) | sign);
+        return static_cast<Bits>((half < limit ? half : limit) | sign);
     }
     static float round(float x) { return value(nearest(x)); }
 };
 
-// 8-bit floats: no infinity, and one NaN of each sign.
+// 8-bit floats without infinity and with one NaN per sign.
 struct E4M3 {
     static float value(std::uint8_t code) {
         const std::uint32_t size = code & 0x7fu, sign = std::uint32_t{code & 0x80u} << 24;
         const float scaled = from_bits(size << 20) * 0x1p120f;
         return from_bits(size == 0x7f ? 0x7fc00000 | sign : to_bits(scaled) | sign);
     }
-    // Of a number that is not beyond 448.
+    // Requires |x| <= 448.
     static std::uint8_t nearest(float x) {
         const std::uint32_t sign = to_bits(x) >> 24 & 0x80, size = to_bits(x) & 0x7fffffff;
-        const std::uint32_t normal = (rounded(size, 20) >> 20) - (120u << 3);
+        const std::uint32_t normal = (round_bits(size, 20) >> 20) - (120u << 3);
         const std::uint32_t tiny = to_bits(from_bits(size) + 0x1p14f) - to_bits(0x1p14f);  // units of 2^-9
         return static_cast<std::uint8_t>((size < to_bits(0x1p-6f) ? tiny : normal) | sign);
     }
@@ -83,4 +88,5 @@ struct E2M1 {
     }
 };
 
+}  // namespace SLIM_TARGET
 }  // namespace slimtensors

@@ -7,37 +7,37 @@
 
 namespace slimtensors {
 
-// Call `work(0)` … `work(count - 1)` on several threads, and throw the first of what they throw.
+// Call `work(0)` … `work(count - 1)` on several threads and rethrow the first exception.
 //
-// With OpenMP the threads are torch's own, as many as it has: asking for fewer would end the others. After each
-// of torch's loops they keep their cores busy for a while, and threads of ours would have to share what is left:
-// on two cores, a product took longer by two than by one.
+// With OpenMP, these are torch's threads, all of them: requesting fewer would terminate the others. After a
+// parallel loop torch's threads keep spinning for a while, so threads of our own would compete with them: on
+// two cores, a product took longer with two threads than with one.
 template <class Work>
-void on_threads(std::size_t count, const Work& work) {
-    std::vector<std::exception_ptr> thrown(count);
+void parallel_for(std::size_t count, const Work& work) {
+    std::vector<std::exception_ptr> errors(count);
     const auto run = [&](std::size_t i) {
         try {
             work(i);
         } catch (...) {
-            thrown[i] = std::current_exception();
+            errors[i] = std::current_exception();
         }
     };
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static, 1) if (count > 1)
     for (std::size_t i = 0; i < count; ++i) run(i);
 #else
-    std::vector<std::thread> others;
+    std::vector<std::thread> threads;
     for (std::size_t i = 1; i < count; ++i) {
         try {
-            others.emplace_back(run, i);
-        } catch (const std::system_error&) {  // there are no more threads to be had
+            threads.emplace_back(run, i);
+        } catch (const std::system_error&) {  // thread limit reached
             run(i);
         }
     }
     run(0);
-    for (auto& other : others) other.join();
+    for (auto& thread : threads) thread.join();
 #endif
-    for (const auto& error : thrown)
+    for (const auto& error : errors)
         if (error) std::rethrow_exception(error);
 }
 

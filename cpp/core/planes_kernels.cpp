@@ -1,18 +1,23 @@
-#include <immintrin.h>
-
+// Splitting items into byte planes and joining them: whole vectors first where there are vector loops, then
+// item by item.
 #include "core/planes.h"
 
-namespace slimtensors {
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace slimtensors::core::SLIM_TARGET {
 namespace {
 
-constexpr std::size_t step = 32;  // items at a time: a vector of each plane
+#if defined(__AVX2__)
+constexpr std::size_t step = 32;  // items per iteration: one vector of each plane
 
 __m256i load32(const std::uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 void store32(std::uint8_t* to, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }
 
-// Items of two, four and eight bytes: `part` moves one byte of each to its lowest place, alone.
+// Items of two, four and eight bytes. `part` isolates one byte of each and shifts it to the lowest position.
 struct Items2 {
     static __m256i left(__m256i v) {
         return _mm256_or_si256(_mm256_slli_epi16(v, 1), _mm256_srli_epi16(v, 15));
@@ -47,7 +52,7 @@ struct Items8 {
     }
 };
 
-// Packing works within the halves of a vector; these put the quarters, or the 32-bit units, back in order.
+// Packing works within 128-bit halves; these restore the order of 64-bit or 32-bit units.
 __m256i order64(__m256i v) { return _mm256_permute4x64_epi64(v, 0xd8); }
 __m256i order32(__m256i v) {
     return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -60,14 +65,14 @@ __m256i part(const std::uint8_t* from, __m128i shift) {
 }
 
 template <bool rotated>
-void take2(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
+void take_vectors2(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
     for (std::size_t s = 0; s < steps; ++s, items += 2 * step, to += step)
         store32(to, order64(_mm256_packus_epi16(part<Items2, rotated>(items, shift),
                                                 part<Items2, rotated>(items + 32, shift))));
 }
 
 template <bool rotated>
-void take4(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
+void take_vectors4(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
     for (std::size_t s = 0; s < steps; ++s, items += 4 * step, to += step) {
         const __m256i a = _mm256_packus_epi32(part<Items4, rotated>(items, shift),
                                               part<Items4, rotated>(items + 32, shift));
@@ -78,9 +83,9 @@ void take4(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uin
 }
 
 template <bool rotated>
-void take8(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
+void take_vectors8(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uint8_t* to) {
     // Eight vectors of four items, each shifted to its own byte of the 64-bit units: item 4 v + u becomes
-    // byte v of unit u. A transposition of 4 x 8 bytes then puts them in order.
+    // byte v of unit u. Transposing the 4 x 8 bytes restores the order.
     const __m256i in_half = _mm256_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 0, 8, 1, 9,
                                              2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
     for (std::size_t s = 0; s < steps; ++s, items += 8 * step, to += step) {
@@ -94,15 +99,15 @@ void take8(const std::uint8_t* items, std::size_t steps, __m128i shift, std::uin
     }
 }
 
-// Two vectors whose halves hold alternate runs of items, written in order.
+// Store two vectors whose halves contain alternating runs of items.
 void store_halves(std::uint8_t* to, __m256i a, __m256i b) {
-    __builtin_prefetch(to + 1024, 1);  // a tenth faster into memory that is not cached
+    __builtin_prefetch(to + 1024, 1);  // 10 % faster into uncached memory
     store32(to, _mm256_permute2x128_si256(a, b, 0x20));
     store32(to + 32, _mm256_permute2x128_si256(a, b, 0x31));
 }
 
 template <bool rotated>
-void join2(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
+void join_vectors2(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
     for (std::size_t s = 0; s < steps; ++s, items += 2 * step) {
         const __m256i low = load32(planes[0] + s * step), high = load32(planes[1] + s * step);
         __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
@@ -112,7 +117,7 @@ void join2(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* i
 }
 
 template <bool rotated>
-void join4(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
+void join_vectors4(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
     for (std::size_t s = 0; s < steps; ++s, items += 4 * step) {
         __m256i p[4];
         for (int j = 0; j < 4; ++j) p[j] = order64(load32(planes[j] + s * step));
@@ -127,8 +132,9 @@ void join4(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* i
 }
 
 template <bool rotated>
-void join8(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
-    for (std::size_t s = 0; s < 2 * steps; ++s, items += 4 * step) {  // half a vector of each plane at a time
+void join_vectors8(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* items) {
+    for (std::size_t s = 0; s < 2 * steps;
+         ++s, items += 4 * step) {  // half a vector of each plane per iteration
         __m128i p[8];
         for (int j = 0; j < 8; ++j)
             p[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(planes[j] + s * step / 2));
@@ -150,43 +156,93 @@ void join8(const std::uint8_t* const* planes, std::size_t steps, std::uint8_t* i
     }
 }
 
-}  // namespace
-
-std::size_t take_plane_avx2(const std::uint8_t* items, std::size_t count, ItemKind kind, std::size_t plane,
-                            std::uint8_t* to) {
+// Both return the number of items processed.
+std::size_t take_vectors(const std::uint8_t* items, std::size_t count, ItemFormat format, std::size_t plane,
+                         std::uint8_t* to) {
     const std::size_t steps = count / step;
     const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(8 * plane));
-    switch (kind.size) {
+    switch (format.itemsize) {
         case 2:
-            (kind.rotated ? take2<true> : take2<false>)(items, steps, shift, to);
-            return steps * step;
+            (format.rotated ? take_vectors2<true> : take_vectors2<false>)(items, steps, shift, to);
+            break;
         case 4:
-            (kind.rotated ? take4<true> : take4<false>)(items, steps, shift, to);
-            return steps * step;
-        case 8:
-            (kind.rotated ? take8<true> : take8<false>)(items, steps, shift, to);
-            return steps * step;
+            (format.rotated ? take_vectors4<true> : take_vectors4<false>)(items, steps, shift, to);
+            break;
         default:
-            return 0;
+            (format.rotated ? take_vectors8<true> : take_vectors8<false>)(items, steps, shift, to);
     }
+    return steps * step;
 }
 
-std::size_t join_planes_avx2(const std::uint8_t* const* planes, std::size_t count, ItemKind kind,
-                             std::uint8_t* items) {
+std::size_t join_vectors(const std::uint8_t* const* planes, std::size_t count, ItemFormat format,
+                         std::uint8_t* items) {
     const std::size_t steps = count / step;
-    switch (kind.size) {
+    switch (format.itemsize) {
         case 2:
-            (kind.rotated ? join2<true> : join2<false>)(planes, steps, items);
-            return steps * step;
+            (format.rotated ? join_vectors2<true> : join_vectors2<false>)(planes, steps, items);
+            break;
         case 4:
-            (kind.rotated ? join4<true> : join4<false>)(planes, steps, items);
-            return steps * step;
-        case 8:
-            (kind.rotated ? join8<true> : join8<false>)(planes, steps, items);
-            return steps * step;
+            (format.rotated ? join_vectors4<true> : join_vectors4<false>)(planes, steps, items);
+            break;
         default:
-            return 0;
+            (format.rotated ? join_vectors8<true> : join_vectors8<false>)(planes, steps, items);
+    }
+    return steps * step;
+}
+#else
+std::size_t take_vectors(const std::uint8_t*, std::size_t, ItemFormat, std::size_t, std::uint8_t*) {
+    return 0;
+}
+std::size_t join_vectors(const std::uint8_t* const*, std::size_t, ItemFormat, std::uint8_t*) { return 0; }
+#endif
+
+template <class Item>
+void take_items(const std::uint8_t* items, std::size_t begin, std::size_t count, bool rotated,
+                std::size_t plane, std::uint8_t* to) {
+    for (std::size_t i = begin; i < count; ++i) {
+        const Item item = load<Item>(items + i * sizeof(Item));
+        to[i] = static_cast<std::uint8_t>(std::rotl(item, rotated) >> 8 * plane);
     }
 }
 
-}  // namespace slimtensors
+template <class Item>
+void join_items(const std::uint8_t* const* planes, std::size_t begin, std::size_t count, bool rotated,
+                std::uint8_t* items) {
+    for (std::size_t i = begin; i < count; ++i) {
+        Item item = 0;
+        for (std::size_t j = 0; j < sizeof(Item); ++j)
+            item = static_cast<Item>(item | Item{planes[j][i]} << 8 * j);
+        store(items + i * sizeof(Item), std::rotr(item, rotated));
+    }
+}
+
+void take(const std::uint8_t* items, std::size_t count, ItemFormat format, std::size_t plane,
+          std::uint8_t* to) {
+    const std::size_t done = take_vectors(items, count, format, plane, to);
+    switch (format.itemsize) {
+        case 2:
+            return take_items<std::uint16_t>(items, done, count, format.rotated, plane, to);
+        case 4:
+            return take_items<std::uint32_t>(items, done, count, format.rotated, plane, to);
+        default:
+            return take_items<std::uint64_t>(items, done, count, format.rotated, plane, to);
+    }
+}
+
+void join(const std::uint8_t* const* planes, std::size_t count, ItemFormat format, std::uint8_t* items) {
+    const std::size_t done = join_vectors(planes, count, format, items);
+    switch (format.itemsize) {
+        case 2:
+            return join_items<std::uint16_t>(planes, done, count, format.rotated, items);
+        case 4:
+            return join_items<std::uint32_t>(planes, done, count, format.rotated, items);
+        default:
+            return join_items<std::uint64_t>(planes, done, count, format.rotated, items);
+    }
+}
+
+}  // namespace
+
+constinit const PlaneKernels plane_kernels{take, join};
+
+}  // namespace slimtensors::core::SLIM_TARGET

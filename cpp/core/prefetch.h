@@ -3,19 +3,19 @@
 
 namespace slimtensors {
 
-// Memory that will be used after a loop that keeps the processor busy and the memory idle: the loop fetches
-// it meanwhile, which makes coding of large tensors a third faster.
-struct Soon {
+// Memory that is accessed after a loop that is bound by computation. Prefetching it inside the loop makes
+// coding of large tensors a third faster.
+struct PrefetchRanges {
     Bytes written, read;
 };
 
-// Fetches a few cache lines at a time, as many as the memory can deliver until the next call. `Unit` is a
-// type in an unnamed namespace, which keeps the code there: the linker cannot mix it with code for other
-// processors.
-template <class Unit, bool for_writing, std::size_t lines>
-class Ahead {
+inline namespace SLIM_TARGET {
+
+// Prefetches a range step by step, `lines` cache lines per call.
+template <bool for_writing, std::size_t lines>
+class Prefetcher {
   public:
-    explicit Ahead(Bytes bytes) : at_(bytes.data()), end_(at_ + bytes.size() / step * step) {}
+    explicit Prefetcher(Bytes bytes) : at_(bytes.data()), end_(at_ + bytes.size() / step * step) {}
 
     void fetch() {
         if (at_ == end_) return;
@@ -29,4 +29,5 @@ class Ahead {
     const std::uint8_t* end_;
 };
 
+}  // namespace SLIM_TARGET
 }  // namespace slimtensors

@@ -1,4 +1,4 @@
-// Any model and chunk: refused, or decoded alike on both paths and to what decodes to itself again.
+// Any model and chunk: rejected, or decoded identically by best and plain kernels to items that round-trip.
 #include "bins/bins.h"
 #include "core/crc32c.h"
 #include "fuzz/input.h"
@@ -13,24 +13,24 @@ struct Coded {
     bool operator==(const Coded&) const = default;
 };
 
-Coded encode(Bytes items, const BinsKind& kind, const std::vector<std::size_t>& widths) {
-    const std::size_t count = items.size() / kind.size, chunks = (count + bins_chunk - 1) / bins_chunk;
+Coded encode(Bytes items, const bins::ItemType& type, const std::vector<std::size_t>& widths) {
+    const std::size_t count = items.size() / type.itemsize, chunks = ceil_div(count, bins::chunk_items);
     std::vector<std::uint8_t> labels(count);
-    Coded coded{std::vector<std::uint8_t>(bins_model_bound(widths)),
-                std::vector<std::uint8_t>(chunks * bins_row), std::vector<std::uint8_t>(items.size())};
-    coded.model.resize(bins_fit(items, kind, widths, labels, coded.model));
-    coded.data.resize(bins_encode(items, kind, 0, labels, coded.model, coded.rows, coded.data));
+    Coded coded{std::vector<std::uint8_t>(bins::model_bound(widths)),
+                std::vector<std::uint8_t>(chunks * bins::row_bytes), std::vector<std::uint8_t>(items.size())};
+    coded.model.resize(bins::fit(items, type, widths, labels, coded.model));
+    coded.data.resize(bins::encode(items, type, 0, labels, coded.model, coded.rows, coded.data));
     return coded;
 }
 
-// Without a right checksum nothing gets past the first check.
+// Without a valid checksum nothing passes the first check.
 void seal(Coded& coded) {
-    if (coded.rows.size() < bins_row) return;
+    if (coded.rows.size() < bins::row_bytes) return;
     store(coded.rows.data(), static_cast<std::uint32_t>(coded.data.size()));
     store(coded.rows.data() + 4, crc32c(coded.data, crc32c(coded.model)));
 }
 
-void damage(std::vector<std::uint8_t>& bytes, std::size_t at) {
+void corrupt(std::vector<std::uint8_t>& bytes, std::size_t at) {
     if (!bytes.empty()) bytes[(at >> 8) % bytes.size()] ^= static_cast<std::uint8_t>(at);
 }
 
@@ -41,18 +41,18 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::size_t itemsize = std::size_t{1} << input.number(4);
     const unsigned exponents[] = {4, 8, 8, 11};
     const bool floats = input.number(2) == 1;
-    const BinsKind kind{itemsize, floats ? exponents[std::countr_zero(itemsize)] : 0,
-                        floats || input.number(2) == 1};
+    const bins::ItemType type{itemsize, floats ? exponents[std::countr_zero(itemsize)] : 0,
+                              floats || input.number(2) == 1};
     const std::vector<std::size_t> widths{8 + input.number(600)};
     const std::size_t choice = input.number(4);
     std::vector<std::uint8_t> items;
     Coded coded;
     if (choice == 0) {  // raw bytes as model and data
         items.resize(input.number(9000) * itemsize);
-        coded.rows.resize(bins_row);
+        coded.rows.resize(bins::row_bytes);
         coded.model = input.bytes(input.number(input.left() + 1));
         coded.data = input.bytes(input.left());
-    } else {  // something sound, perhaps damaged
+    } else {  // valid data, possibly corrupted
         const std::size_t repeats = 1 + input.number(40);
         std::vector<std::size_t> hits;
         for (std::size_t k = choice == 1 ? 0 : input.number(6); k > 0; --k)
@@ -61,30 +61,30 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         for (std::size_t k = 0; k < repeats; ++k) items.insert(items.end(), piece.begin(), piece.end());
         items.resize(items.size() / itemsize * itemsize);
         std::vector<Coded> both;
-        fuzz::on_both_paths([&] { both.push_back(encode(items, kind, widths)); });
+        fuzz::on_best_and_plain([&] { both.push_back(encode(items, type, widths)); });
         fuzz::require(both[0] == both[1]);
         coded = both[0];
         if (choice == 1)
-            fuzz::on_both_paths([&] {
+            fuzz::on_best_and_plain([&] {
                 std::vector<std::uint8_t> again(items.size(), 0xa5);
-                bins_decode(coded.rows, coded.data, itemsize, 0, coded.model, again);
+                bins::decode(coded.rows, coded.data, itemsize, 0, coded.model, again);
                 fuzz::require(again == items);
             });
-        for (const std::size_t at : hits) damage(at >> 23 ? coded.model : coded.data, at);
+        for (const std::size_t at : hits) corrupt(at >> 23 ? coded.model : coded.data, at);
     }
     if (choice != 3) seal(coded);
 
     std::vector<std::vector<std::uint8_t>> decoded;
-    fuzz::on_both_paths([&] {
+    fuzz::on_best_and_plain([&] {
         std::vector<std::uint8_t> out(items.size(), 0xa5);
-        if (fuzz::accepts([&] { bins_decode(coded.rows, coded.data, itemsize, 0, coded.model, out); }))
+        if (fuzz::accepts([&] { bins::decode(coded.rows, coded.data, itemsize, 0, coded.model, out); }))
             decoded.push_back(out);
     });
     fuzz::require(decoded.empty() || (decoded.size() == 2 && decoded[0] == decoded[1]));
     if (decoded.empty()) return 0;
-    const Coded anew = encode(decoded[0], kind, widths);
+    const Coded recoded = encode(decoded[0], type, widths);
     std::vector<std::uint8_t> again(items.size(), 0xa5);
-    bins_decode(anew.rows, anew.data, itemsize, 0, anew.model, again);
+    bins::decode(recoded.rows, recoded.data, itemsize, 0, recoded.model, again);
     fuzz::require(again == decoded[0]);
     return 0;
 }

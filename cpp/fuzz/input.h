@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdlib>
-#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -10,7 +9,7 @@
 
 namespace slimtensors::fuzz {
 
-// Takes choices off the front of what the fuzzer made; past the end everything is zero.
+// Derives choices from the bytes of the fuzzer; past their end everything is zero.
 class Input {
   public:
     Input(const std::uint8_t* data, std::size_t size) : rest_(data, size) {}
@@ -21,7 +20,7 @@ class Input {
         return limit == 0 ? 0 : value % limit;
     }
 
-    // A copy of exactly this size, so that the sanitizer sees the first byte beyond it.
+    // Return a copy of exactly this size, so that the sanitizer detects access beyond it.
     std::vector<std::uint8_t> bytes(std::size_t count) {
         std::vector<std::uint8_t> out;
         out.reserve(count);
@@ -42,11 +41,11 @@ class Input {
     Bytes rest_;
 };
 
-inline void require(bool holds) {
-    if (!holds) std::abort();
+inline void require(bool condition) {
+    if (!condition) std::abort();
 }
 
-// Whether `run` accepts its input. A refusal is fine, anything else that goes wrong is not.
+// Return whether `run` accepts its input. Only std::invalid_argument is a valid rejection.
 template <class Run>
 bool accepts(Run run) {
     try {
@@ -57,19 +56,23 @@ bool accepts(Run run) {
     }
 }
 
-// Run the check with the code of each of some processors.
+// Run the check with the best kernels of this machine, then with the plain ones.
 template <class Check>
-void on_paths(std::initializer_list<Cpu> processors, Check check) {
-    for (const Cpu& chosen : processors) {
-        use_cpu(chosen);
+void on_best_and_plain(Check check) {
+    for (const Isa isa : {detect_isa(), Isa::plain}) {
+        set_isa(isa);
         check();
     }
 }
 
-// Run the check with the machine's best code and with plain code.
+// Run the check with the kernels of every instruction set of this machine.
 template <class Check>
-void on_both_paths(Check check) {
-    on_paths({detect_cpu(), Cpu{}}, check);
+void on_all_variants(Check check) {
+    for (const Isa isa : {Isa::avx512, Isa::avx2, Isa::plain}) {
+        if (isa > detect_isa()) continue;
+        set_isa(isa);
+        check();
+    }
 }
 
 }  // namespace slimtensors::fuzz

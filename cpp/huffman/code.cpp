@@ -1,15 +1,14 @@
 #include "huffman/code.h"
 
 #include <algorithm>
-#include <stdexcept>
 
-namespace slimtensors {
+#include "core/check.h"
+
+namespace slimtensors::huffman {
 namespace {
 
 constexpr std::uint8_t short_run = 13, long_run = 14;
 constexpr std::size_t shortest_short = 2, shortest_long = 18;
-
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
 class NibbleWriter {
   public:
@@ -32,7 +31,7 @@ class NibbleReader {
   public:
     explicit NibbleReader(Bytes from) : from_(from) {}
     std::size_t take() {
-        if (count_ / 2 == from_.size()) refuse("a code table is cut off");
+        check(count_ / 2 != from_.size(), "code table is truncated");
         const unsigned both = from_[count_ / 2];
         return count_++ % 2 == 0 ? both & 15u : both >> 4;
     }
@@ -44,7 +43,7 @@ class NibbleReader {
     std::size_t count_ = 0;
 };
 
-// The bytes that occur, rarest first; count and byte in one number sorts by both.
+// The bytes that occur, rarest first. Count and byte are combined in one number to sort by both.
 struct Leaves {
     std::array<std::uint64_t, 256> leaf;
     std::size_t count = 0;
@@ -60,34 +59,35 @@ struct Leaves {
 
 }  // namespace
 
-// Huffman's own: two queues, of bytes and of pairs, both by weight. Every pair adds a bit to all below it.
-std::uint64_t fewest_bits(const ByteCounts& counts) {
+// Huffman's algorithm with two queues, of bytes and of pairs, both by weight. Every pair adds one bit to all
+// bytes below it.
+std::uint64_t min_coded_bits(const ByteCounts& counts) {
     const Leaves leaves(counts);
     std::array<std::uint64_t, 256> pairs;
-    std::size_t from_leaf = 0, from_pair = 0, made = 0;
+    std::size_t from_leaf = 0, from_pair = 0, pair_count = 0;
     const auto lightest = [&] {
-        const bool take_leaf =
-            from_pair == made || (from_leaf < leaves.count && leaves.weight(from_leaf) <= pairs[from_pair]);
+        const bool take_leaf = from_pair == pair_count ||
+                               (from_leaf < leaves.count && leaves.weight(from_leaf) <= pairs[from_pair]);
         return take_leaf ? leaves.weight(from_leaf++) : pairs[from_pair++];
     };
     std::uint64_t bits = 0;
-    while (made + 1 < leaves.count) {
+    while (pair_count + 1 < leaves.count) {
         const std::uint64_t one = lightest();
-        bits += pairs[made] = one + lightest();
-        ++made;
+        bits += pairs[pair_count] = one + lightest();
+        ++pair_count;
     }
     return bits;
 }
 
-// Package-merge (Larmore and Hirschberg 1990). A list of one level holds the bytes and the pairs of the list
-// before, by weight. Taking 2 n - 2 of the last list, a byte's code is as long as it was taken often: itself
-// and in pairs. Only how many bytes each list's front contains has to be remembered.
-CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
+// Package-merge (Larmore and Hirschberg 1990). The list of a level contains the bytes and the pairs of the
+// previous list, by weight. A byte's code length is the number of times it occurs, alone or within pairs, in
+// the first 2 n - 2 entries of the last list. Only the number of bytes at the front of each list is needed.
+CodeLengths best_code(const ByteCounts& counts, unsigned limit) {
     const Leaves leaves(counts);
     std::array<std::uint64_t, 512> list{}, pairs{};
-    std::array<std::array<bool, 512>, longest_code> is_leaf;
+    std::array<std::array<bool, 512>, max_length> is_leaf;
     std::size_t size = 0;
-    for (unsigned level = 0; level < longest; ++level) {
+    for (unsigned level = 0; level < limit; ++level) {
         const std::size_t pair_count = size / 2;
         for (std::size_t i = 0; i < pair_count; ++i) pairs[i] = list[2 * i] + list[2 * i + 1];
         std::size_t from_leaf = 0, from_pair = 0;
@@ -101,7 +101,7 @@ CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
 
     CodeLengths lengths{};
     std::size_t taken = 2 * leaves.count - 2;
-    for (unsigned level = longest; level-- > 0;) {
+    for (unsigned level = limit; level-- > 0;) {
         std::size_t taken_leaves = 0;
         for (std::size_t i = 0; i < taken; ++i) taken_leaves += is_leaf[level][i];
         for (std::size_t i = 0; i < taken_leaves; ++i) ++lengths[leaves.byte(i)];
@@ -113,10 +113,10 @@ CodeLengths best_code(const ByteCounts& counts, unsigned longest) {
 bool is_complete(const CodeLengths& lengths) {
     std::uint32_t used = 0;
     for (const std::uint8_t length : lengths) {
-        if (length > longest_code) return false;
-        if (length != 0) used += 1u << (longest_code - length);
+        if (length > max_length) return false;
+        if (length != 0) used += 1u << (max_length - length);
     }
-    return used == 1u << longest_code;
+    return used == 1u << max_length;
 }
 
 std::uint64_t coded_bits(const ByteCounts& counts, const CodeLengths& lengths) {
@@ -151,7 +151,7 @@ std::size_t unpack_code(Bytes from, CodeLengths& lengths) {
     lengths.fill(0);
     for (std::size_t i = 0; i < 256;) {
         const std::size_t nibble = in.take();
-        if (nibble <= longest_code) {
+        if (nibble <= max_length) {
             lengths[i++] = static_cast<std::uint8_t>(nibble);
         } else if (nibble == short_run) {
             i += in.take() + shortest_short;
@@ -159,19 +159,19 @@ std::size_t unpack_code(Bytes from, CodeLengths& lengths) {
             const std::size_t low = in.take();
             i += low + 16 * in.take() + shortest_long;
         } else {
-            refuse("a code table has an unknown mark");
+            fail("code table has an invalid nibble");
         }
-        if (i > lengths.size()) refuse("a code table is too long");
+        check(i <= lengths.size(), "code table is too long");
     }
-    if (!in.ends_in_zero() || !is_complete(lengths)) refuse("a code table is not a complete code");
+    check(in.ends_in_zero() && is_complete(lengths), "code table is not a complete code");
     return in.bytes();
 }
 
 std::array<std::uint16_t, 256> code_words(const CodeLengths& lengths) {
-    std::array<unsigned, longest_code + 2> next{};
+    std::array<unsigned, max_length + 2> next{};
     for (const std::uint8_t length : lengths) ++next[length + 1u];
     next[1] = 0;  // bytes without a code
-    for (unsigned length = 1; length <= longest_code; ++length)
+    for (unsigned length = 1; length <= max_length; ++length)
         next[length + 1] = (next[length] + next[length + 1]) << 1;
     std::array<std::uint16_t, 256> words{};
     for (std::size_t byte = 0; byte < 256; ++byte)
@@ -179,4 +179,4 @@ std::array<std::uint16_t, 256> code_words(const CodeLengths& lengths) {
     return words;
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::huffman

@@ -1,24 +1,15 @@
 #include "huffman/streams.h"
 
-#include "core/dispatch.h"
-#include "huffman/kernels.cpp"
-
-namespace slimtensors {
+namespace slimtensors::huffman {
 namespace {
 
-struct Plain {};
-constexpr StreamKernels plain = StreamLoops<Plain>::kernels();
+constexpr KernelTable<Kernels> table{.plain = &plain::kernels, .avx2 = SLIM_X86(&avx2::kernels)};
 
-constexpr std::size_t most_bytes_in_pairs = 64;
+constexpr std::size_t max_bytes_in_pairs = 64;
 
 }  // namespace
 
-const StreamKernels& stream_kernels() {
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return stream_kernels_avx2();
-#endif
-    return plain;
-}
+const Kernels& active_kernels() { return table.active(); }
 
 void build_encode_table(const CodeLengths& lengths, EncodeTable& table) {
     const std::array<std::uint16_t, 256> words = code_words(lengths);
@@ -30,7 +21,7 @@ void build_encode_table(const CodeLengths& lengths, EncodeTable& table) {
         table.singles[byte] = std::uint64_t{words[byte]} << (64 - lengths[byte]) | lengths[byte];
         used[count++] = static_cast<std::uint8_t>(byte);
     }
-    table.has_pairs = count <= most_bytes_in_pairs;
+    table.has_pairs = count <= max_bytes_in_pairs;
     if (!table.has_pairs) return;
     for (std::size_t j = 0; j < count; ++j)
         for (std::size_t i = 0; i < count; ++i) {
@@ -42,4 +33,4 @@ void build_encode_table(const CodeLengths& lengths, EncodeTable& table) {
         }
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::huffman

@@ -1,15 +1,18 @@
+// Vectors of eight floats.
+#pragma once
 #include <immintrin.h>
 
-#include "linear/kernels.cpp"
+#include "core/floats.h"
+#include "linear/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::linear::SLIM_TARGET {
 namespace {
 
 __m128i eight(const std::uint8_t* at) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)); }
 
-struct Avx2 {
+struct Set {
     static constexpr std::size_t width = 8;
-    static constexpr unsigned inputs_at_once = 2;
+    static constexpr unsigned inputs_per_call = 2;
     using Vector = __m256;
 
     static __m256 zero() { return _mm256_setzero_ps(); }
@@ -50,10 +53,10 @@ struct Avx2 {
 
         Fp8(float s, std::int32_t) : scale(_mm256_set1_ps(s)) {}
         void read(const std::uint8_t* codes, __m256* weights) const {
-            const __m256i sized = _mm256_set1_epi32(0x07f00000), signed_too = _mm256_set1_epi32(0x87f00000);
+            const __m256i size = _mm256_set1_epi32(0x07f00000), sign_and_size = _mm256_set1_epi32(0x87f00000);
             const __m256i bits =
-                _mm256_and_si256(_mm256_slli_epi32(_mm256_cvtepi8_epi32(eight(codes)), 20), signed_too);
-            const __m256i nan = _mm256_cmpeq_epi32(_mm256_and_si256(bits, sized), sized);
+                _mm256_and_si256(_mm256_slli_epi32(_mm256_cvtepi8_epi32(eight(codes)), 20), sign_and_size);
+            const __m256i nan = _mm256_cmpeq_epi32(_mm256_and_si256(bits, size), size);
             const __m256 number = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
             weights[0] = _mm256_mul_ps(_mm256_or_ps(number, _mm256_castsi256_ps(nan)), scale);
         }
@@ -67,10 +70,5 @@ struct Avx2 {
     }
 };
 
-constexpr ProductKernels kernels = ProductLoops<Avx2>::kernels();
-
 }  // namespace
-
-const ProductKernels& product_kernels_avx2() { return kernels; }
-
-}  // namespace slimtensors
+}  // namespace slimtensors::linear::SLIM_TARGET

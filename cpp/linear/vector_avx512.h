@@ -1,15 +1,18 @@
+// Vectors of sixteen floats.
+#pragma once
 #include <immintrin.h>
 
-#include "linear/kernels.cpp"
+#include "core/floats.h"
+#include "linear/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::linear::SLIM_TARGET {
 namespace {
 
 __m128i sixteen(const std::uint8_t* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
 
-struct Avx512 {
+struct Set {
     static constexpr std::size_t width = 16;
-    static constexpr unsigned inputs_at_once = 4;
+    static constexpr unsigned inputs_per_call = 4;
     using Vector = __m512;
 
     static __m512 zero() { return _mm512_setzero_ps(); }
@@ -28,20 +31,20 @@ struct Avx512 {
         }
     };
 
-    // What a code means is found by its number, of which only the lowest four bits count.
+    // A permutation looks up the value of each code; only its lowest four bits are used.
     struct Nibbles {
         static constexpr std::size_t vectors = 2;
-        __m512 meant;
+        __m512 values;
 
         Nibbles(float scale, std::int32_t zero) {
-            const __m512i all = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-            const __m512i less = _mm512_sub_epi32(all, _mm512_set1_epi32(zero));
-            meant = _mm512_mul_ps(_mm512_cvtepi32_ps(less), _mm512_set1_ps(scale));
+            const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const __m512i less = _mm512_sub_epi32(codes, _mm512_set1_epi32(zero));
+            values = _mm512_mul_ps(_mm512_cvtepi32_ps(less), _mm512_set1_ps(scale));
         }
         void read(const std::uint8_t* codes, __m512* weights) const {
             const __m512i pairs = _mm512_cvtepu8_epi32(sixteen(codes));
-            weights[0] = _mm512_permutexvar_ps(pairs, meant);
-            weights[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), meant);
+            weights[0] = _mm512_permutexvar_ps(pairs, values);
+            weights[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values);
         }
     };
 
@@ -51,10 +54,10 @@ struct Avx512 {
 
         Fp8(float s, std::int32_t) : scale(_mm512_set1_ps(s)) {}
         void read(const std::uint8_t* codes, __m512* weights) const {
-            const __m512i sized = _mm512_set1_epi32(0x07f00000), signed_too = _mm512_set1_epi32(0x87f00000);
+            const __m512i size = _mm512_set1_epi32(0x07f00000), sign_and_size = _mm512_set1_epi32(0x87f00000);
             const __m512i bits =
-                _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(sixteen(codes)), 20), signed_too);
-            const __mmask16 real = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, sized), sized);
+                _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(sixteen(codes)), 20), sign_and_size);
+            const __mmask16 real = _mm512_cmpneq_epi32_mask(_mm512_and_si512(bits, size), size);
             const __m512 number = _mm512_mask_mul_ps(_mm512_set1_ps(__builtin_nanf("")), real,
                                                      _mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
             weights[0] = _mm512_mul_ps(number, scale);
@@ -65,10 +68,5 @@ struct Avx512 {
     static float sum(__m512 v) { return _mm512_reduce_add_ps(v); }
 };
 
-constexpr ProductKernels kernels = ProductLoops<Avx512>::kernels();
-
 }  // namespace
-
-const ProductKernels& product_kernels_avx512() { return kernels; }
-
-}  // namespace slimtensors
+}  // namespace slimtensors::linear::SLIM_TARGET

@@ -1,25 +1,28 @@
-#include "linear/kernels.cpp"
+// Vectors in portable C++, which compilers vectorize.
+#pragma once
+#include "core/floats.h"
+#include "linear/kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::linear::SLIM_TARGET {
 namespace {
 
-struct Plain {
+struct Set {
     static constexpr std::size_t width = 8;
-    static constexpr unsigned inputs_at_once = 1;
+    static constexpr unsigned inputs_per_call = 1;
     struct Vector {
         float items[width];
     };
 
     template <class Item>
-    static Vector each(Item item) {
-        Vector made;
-        for (std::size_t k = 0; k < width; ++k) made.items[k] = item(k);
-        return made;
+    static Vector generate(Item item) {
+        Vector result;
+        for (std::size_t k = 0; k < width; ++k) result.items[k] = item(k);
+        return result;
     }
 
     static Vector zero() { return {}; }
     static Vector load(const float* at) {
-        return each([=](std::size_t k) { return at[k]; });
+        return generate([=](std::size_t k) { return at[k]; });
     }
     static void store(float* at, const Vector& v) { std::memcpy(at, v.items, sizeof v.items); }
 
@@ -36,7 +39,7 @@ struct Plain {
         using Scaled::Scaled;
         void read(const std::uint8_t* codes, Vector* weights) const {
             weights[0] =
-                each([=, this](std::size_t k) { return number(static_cast<std::int8_t>(codes[k])); });
+                generate([=, this](std::size_t k) { return number(static_cast<std::int8_t>(codes[k])); });
         }
     };
 
@@ -44,8 +47,8 @@ struct Plain {
         static constexpr std::size_t vectors = 2;
         using Scaled::Scaled;
         void read(const std::uint8_t* codes, Vector* weights) const {
-            weights[0] = each([=, this](std::size_t k) { return number(codes[k] & 15); });
-            weights[1] = each([=, this](std::size_t k) { return number(codes[k] >> 4); });
+            weights[0] = generate([=, this](std::size_t k) { return number(codes[k] & 15); });
+            weights[1] = generate([=, this](std::size_t k) { return number(codes[k] >> 4); });
         }
     };
 
@@ -55,12 +58,12 @@ struct Plain {
 
         Fp8(float s, std::int32_t) : scale(s) {}
         void read(const std::uint8_t* codes, Vector* weights) const {
-            weights[0] = each([=, this](std::size_t k) { return E4M3::value(codes[k]) * scale; });
+            weights[0] = generate([=, this](std::size_t k) { return E4M3::value(codes[k]) * scale; });
         }
     };
 
     static Vector multiply_add(const Vector& a, const Vector& b, const Vector& sum) {
-        return each([&](std::size_t k) { return sum.items[k] + a.items[k] * b.items[k]; });
+        return generate([&](std::size_t k) { return sum.items[k] + a.items[k] * b.items[k]; });
     }
     static float sum(const Vector& v) {
         const float* const x = v.items;
@@ -68,10 +71,5 @@ struct Plain {
     }
 };
 
-constexpr ProductKernels kernels = ProductLoops<Plain>::kernels();
-
 }  // namespace
-
-const ProductKernels& product_kernels_plain() { return kernels; }
-
-}  // namespace slimtensors
+}  // namespace slimtensors::linear::SLIM_TARGET

@@ -1,20 +1,17 @@
-// Checks and ends of the density coder, and its encoder; the decoder's inner loop is in density_kernels.h.
+// Checks and tails of the density coder, and its encoder; the inner loops of the decoder are kernels.
 #include "masks/density.h"
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 #include <vector>
 
-#include "core/dispatch.h"
+#include "core/check.h"
 #include "masks/density_kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::masks {
 namespace {
 
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
-
-// Made from checked sizes: nothing that uses it checks bounds again.
+// The constructor checks all sizes; nothing that uses it checks bounds again.
 struct Matrix {
     std::size_t bytes, width, rows;
     Bytes row_class, column_class, chances;
@@ -28,9 +25,9 @@ struct Matrix {
           chances(chances_) {
         check_density_sizes(bytes, rows, columns.size(), chances.size());
         for (const Bytes labels : {row_class, column_class})
-            if (std::ranges::any_of(labels, [](std::uint8_t label) { return label >= density_classes; }))
-                refuse("a class must be below 16");
-        if (!std::ranges::all_of(chances, is_chance)) refuse("not a chance");
+            check(!(std::ranges::any_of(labels, [](std::uint8_t label) { return label >= density_classes; })),
+                  "classes must be below 16");
+        check(std::ranges::all_of(chances, is_chance), "invalid probability code");
     }
 
     std::size_t row_bytes(std::size_t r) const { return std::min(width, bytes - r * width); }
@@ -39,9 +36,9 @@ struct Matrix {
     }
 };
 
-// What the states have to do for a bit, with a multiplication where rANS has a division.
+// The state update for one bit, with the division of rANS replaced by a multiplication.
 struct Step {
-    std::uint64_t inverse;  // ceil(2^64 / chance): exact for states of 32 bits, as chances are at least 2
+    std::uint64_t inverse;  // ceil(2^64 / chance): exact for 32-bit states because chance >= 2
     std::uint32_t limit, others, start;
 
     Step(std::uint32_t chance, std::uint32_t start_)
@@ -51,13 +48,12 @@ struct Step {
           start(start_) {}
 
     std::uint32_t apply(std::uint32_t state) const {
-        __extension__ using Wide = unsigned __int128;
-        const auto quotient = static_cast<std::uint32_t>(Wide{inverse} * state >> 64);
+        const auto quotient = static_cast<std::uint32_t>(Uint128{inverse} * state >> 64);
         return state + quotient * others + start;
     }
 };
 
-// Steps for a zero and for a one, by the chance's code.
+// Steps for a zero and a one, by the code of the probability.
 std::vector<Step> make_steps() {
     std::vector<Step> steps;
     for (unsigned code = 0; code < 256; ++code) {
@@ -68,10 +64,10 @@ std::vector<Step> make_steps() {
     return steps;
 }
 
-// Code the bits of a byte, the last one first; words are written before `at`, which is returned anew.
+// Code the bits of a byte, last one first. Words are written before `at`; returns the new position.
 inline std::uint8_t* encode_byte(unsigned byte, const Step* steps, const std::uint8_t* chance_row,
                                  const std::uint8_t* columns, std::uint32_t* states, std::uint8_t* at) {
-    std::array<std::uint32_t, vector_lanes> lanes;  // a copy, which storing words cannot change
+    std::array<std::uint32_t, vector_lanes> lanes;  // a local copy: stores of words cannot alias it
     std::memcpy(lanes.data(), states, sizeof lanes);
 #pragma GCC unroll 8
     for (std::size_t lane = vector_lanes; lane-- > 0;) {
@@ -90,7 +86,7 @@ inline std::uint8_t* encode_byte(unsigned byte, const Step* steps, const std::ui
 
 constexpr std::size_t state_bytes(std::size_t vectors) { return vectors * vector_lanes * 4; }
 
-// Chances of one for each column, for the row classes that occur.
+// Probabilities of a one for each column, for the row classes that occur.
 class Chances {
   public:
     explicit Chances(const Matrix& matrix) : columns_(8 * matrix.width), table_(density_classes) {
@@ -110,12 +106,8 @@ class Chances {
     std::vector<std::vector<std::uint16_t>> table_;
 };
 
-DensityRow row_decoder(std::size_t vectors) {
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return density_row_avx2(vectors);
-#endif
-    return density_row_plain(vectors);
-}
+constexpr KernelTable<DensityKernels> kernels{.plain = &plain::density_kernels,
+                                              .avx2 = SLIM_X86(&avx2::density_kernels)};
 
 void copy(Bytes from, MutableBytes to) {
     if (!from.empty()) std::memcpy(to.data(), from.data(), from.size());
@@ -125,22 +117,20 @@ void copy(Bytes from, MutableBytes to) {
 
 void check_density_sizes(std::size_t mask_bytes, std::size_t rows, std::size_t columns, std::size_t chances) {
     const std::size_t width = columns / 8;
-    if (columns % 8 != 0 || width == 0 || width > density_widest) refuse("a row must have 1 to 32768 bytes");
-    if (rows != mask_bytes / width + (mask_bytes % width != 0))
-        refuse("rows must be one for each row of the mask");
-    if (chances != density_pairs) refuse("chances must be one for each pair of 16 classes");
+    check(columns % 8 == 0 && width != 0 && width <= density_max_width, "a row must have 1 to 32768 bytes");
+    check(rows == ceil_div(mask_bytes, width), "rows must have one class for each row of the mask");
+    check(chances == density_pairs, "chances must have one entry for each pair of 16 classes");
 }
 
 std::size_t density_encode(Bytes mask, Bytes rows, Bytes columns, Bytes chances, MutableBytes coded) {
     const Matrix matrix(mask.size(), rows, columns, chances);
-    if (coded.size() < mask.size()) refuse("coded must have as much room as the mask");
+    check(coded.size() >= mask.size(), "coded must be at least as large as the mask");
     static const std::vector<Step> all_steps = make_steps();
     const std::size_t vectors = vectors_for(mask.size());
-    std::array<std::uint32_t, most_vectors * vector_lanes> states;
-    states.fill(lowest_state);
+    std::array<std::uint32_t, max_vectors * vector_lanes> states;
+    states.fill(min_state);
 
-    // Backwards, because the decoder takes the states apart in the opposite order; from the room's end,
-    // because words are read forwards.
+    // rANS decodes in the opposite order, so encode backwards and write words from the end of the buffer.
     std::uint8_t* const start = coded.data();
     std::uint8_t* at = start + mask.size();
     const Step* const steps = all_steps.data();
@@ -170,15 +160,15 @@ void density_decode(Bytes coded, Bytes rows, Bytes columns, Bytes chances, Mutab
     if (coded.size() == mask.size()) return copy(coded, mask);
     const std::size_t vectors = vectors_for(mask.size());
     const std::size_t margin = vectors * vector_words;
-    if (coded.size() < state_bytes(vectors)) refuse("coded mask is too short");
-    std::array<std::uint32_t, most_vectors * vector_lanes> states;
+    check(coded.size() >= state_bytes(vectors), "coded mask is too short");
+    std::array<std::uint32_t, max_vectors * vector_lanes> states;
     std::memcpy(states.data(), coded.data(), state_bytes(vectors));
     const Chances ones(matrix);
-    const DensityRow decode = row_decoder(vectors);
+    const DecodeRow decode = kernels.active().decode_row[vectors];
 
     const std::uint8_t* next = coded.data() + state_bytes(vectors);
     const std::uint8_t* end = coded.data() + coded.size();
-    std::array<std::uint8_t, 2 * most_vectors * vector_words> tail{};
+    std::array<std::uint8_t, 2 * max_vectors * vector_words> tail{};
     bool in_tail = false;
     for (std::size_t r = 0; r < matrix.rows; ++r) {
         const std::uint16_t* chance_row = ones.row(matrix.row_class[r]);
@@ -187,8 +177,7 @@ void density_decode(Bytes coded, Bytes rows, Bytes columns, Bytes chances, Mutab
         std::size_t done = decode(chance_row, 0, bytes, states.data(), next, end, row);
         if (done == bytes) continue;
         if (!in_tail) {
-            // The last few words come from a copy with room behind it; reading into that room stops the
-            // kernel.
+            // Read the last few words from a padded copy; the kernel stops inside the padding.
             const std::size_t left = static_cast<std::size_t>(end - next);
             std::memcpy(tail.data(), next, left);
             next = tail.data();
@@ -196,12 +185,12 @@ void density_decode(Bytes coded, Bytes rows, Bytes columns, Bytes chances, Mutab
             in_tail = true;
             done = decode(chance_row, done, bytes, states.data(), next, end, row);
         }
-        if (done != bytes) refuse("coded mask is too short");
+        check(done == bytes, "coded mask is too short");
     }
     const std::size_t left = static_cast<std::size_t>(end - next) - (in_tail ? margin : 0);
-    const bool spent = std::all_of(states.begin(), states.begin() + vectors * vector_lanes,
-                                   [](std::uint32_t state) { return state == lowest_state; });
-    if (left != 0 || !spent) refuse("coded mask does not end where it should");
+    const bool states_reset = std::all_of(states.begin(), states.begin() + vectors * vector_lanes,
+                                          [](std::uint32_t state) { return state == min_state; });
+    check(left == 0 && states_reset, "coded mask has trailing or missing data");
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

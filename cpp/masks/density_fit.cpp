@@ -1,5 +1,5 @@
-// Choosing the classes of rows and columns. Only the writer runs this: what it chooses is stored, so it may
-// become better without a change of the format.
+// Choosing the classes of rows and columns. Only the encoder runs this, so it can improve without a change of
+// the format.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -10,13 +10,13 @@
 #include "masks/density.h"
 #include "masks/density_kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::masks {
 namespace {
 
 using Counts = std::vector<std::uint32_t>;
 using PerClass = std::array<double, density_classes>;
 
-// Bits it costs to say a zero and a one where ones have this share.
+// Bits per zero and per one for this frequency of ones.
 struct Cost {
     double zero, one;
 
@@ -27,7 +27,7 @@ struct Cost {
     }
 };
 
-// Calls `visit(row, column)` for every one of the mask.
+// Calls `visit(row, column)` for every one in the mask.
 template <class Visit>
 void for_each_one(Bytes mask, std::size_t width, Visit visit) {
     for (std::size_t r = 0, begin = 0; begin < mask.size(); ++r, begin += width) {
@@ -41,7 +41,7 @@ void for_each_one(Bytes mask, std::size_t width, Visit visit) {
     }
 }
 
-// One of the two sides of the matrix: lines are its rows, or its columns.
+// One side of the matrix: its lines are the rows or the columns.
 struct Side {
     std::vector<std::uint8_t> label;
     std::size_t classes = 1;
@@ -69,17 +69,17 @@ struct Side {
     }
 };
 
-// Lines of similar density, and what is in all levels up to this one.
+// Lines of similar density; the counts include all levels up to this one.
 struct Level {
-    std::uint32_t most_ones;
+    std::uint32_t max_ones;
     double lines, ones;
 };
 
-// Lines sorted by their ones and cut into few levels of about the same size.
+// Sort lines by their number of ones and divide them into a few levels of similar size.
 std::vector<Level> levels_of(Counts ones) {
-    constexpr std::size_t most_levels = 64;
+    constexpr std::size_t max_levels = 64;
     std::ranges::sort(ones);
-    const std::size_t step = ones.size() / most_levels + 1;
+    const std::size_t step = ones.size() / max_levels + 1;
     std::vector<Level> levels;
     double sum = 0;
     for (std::size_t i = 0, next = step; i < ones.size(); ++i) {
@@ -91,17 +91,17 @@ std::vector<Level> levels_of(Counts ones) {
     return levels;
 }
 
-// n log2 n, so that the entropy of n items is a difference of these
-double weighed(double n) { return n > 0 ? n * std::log2(n) : 0; }
+// The entropy of counts is a difference of these.
+double n_log_n(double n) { return n > 0 ? n * std::log2(n) : 0; }
 
-// The last levels of the classes that lines are best divided into, if nothing but their own density counts.
+// Return the last level of each class in the best division of the lines by their density alone.
 std::vector<std::size_t> divide(const std::vector<Level>& levels, double trials, double bits_per_class) {
     const double all = levels.back().lines;
-    // what it costs to put levels first ... last into one class: its bits, its labels and itself
+    // cost of one class with levels first ... last: its bits, its labels and its entry in the model
     const auto cost = [&](std::size_t first, std::size_t last) {
         const Level before = first == 0 ? Level{} : levels[first - 1];
         const double lines = levels[last].lines - before.lines, ones = levels[last].ones - before.ones;
-        const double bits = weighed(lines * trials) - weighed(ones) - weighed(lines * trials - ones);
+        const double bits = n_log_n(lines * trials) - n_log_n(ones) - n_log_n(lines * trials - ones);
         return bits + lines * std::log2(all / lines) + bits_per_class;
     };
     struct Best {
@@ -136,14 +136,14 @@ Side classify(const Counts& ones, std::size_t trials, std::size_t crossing_class
     const double bits_per_class = 8.0 * static_cast<double>(1 + crossing_classes);  // its count and chances
     Counts limits;
     for (const std::size_t last : divide(levels, static_cast<double>(trials), bits_per_class))
-        limits.push_back(levels[last].most_ones);
+        limits.push_back(levels[last].max_ones);
     for (std::size_t i = 0; i < ones.size(); ++i)
         side.label[i] = static_cast<std::uint8_t>(std::ranges::lower_bound(limits, ones[i]) - limits.begin());
     side.classes = limits.size();
     return side;
 }
 
-// Ones of each line, apart for each class of the lines that cross it: [line][class].
+// Ones of each line by the class of the crossing lines: [line][class].
 struct Tally {
     Counts ones;
     PerClass crossing;  // lines of the other side in each class
@@ -157,8 +157,8 @@ struct Tally {
     }
 };
 
-// Move every line to the class where it costs least, given the classes of the lines that cross it, and return
-// what it all costs. This finds likeness that the number of ones alone does not show.
+// Move every line to its cheapest class, given the classes of the crossing lines, and return the total cost.
+// This finds similarity that the number of ones alone does not show.
 double reassign(Side& side, std::size_t crossing_classes, const Tally& tally) {
     const std::array<double, density_pairs> sums = tally.by_pair(side);
     const PerClass lines = side.lines_per_class();
@@ -191,7 +191,7 @@ double reassign(Side& side, std::size_t crossing_classes, const Tally& tally) {
 class Fit {
   public:
     Fit(Bytes mask, std::size_t width) : mask_(mask), width_(width) {
-        const std::size_t rows_count = mask.size() / width + (mask.size() % width != 0);
+        const std::size_t rows_count = ceil_div(mask.size(), width);
         Counts in_row(rows_count), in_column(8 * width);
         for_each_one(mask, width, [&](std::size_t r, std::size_t c) {
             ++in_row[r];
@@ -205,12 +205,12 @@ class Fit {
 
     void refine() {
         constexpr int rounds = 6;
-        constexpr double worthwhile = 0.9995;
+        constexpr double min_gain = 0.9995;
         double before = HUGE_VAL;
         for (int round = 0; round < rounds && rows.classes * columns.classes > 1; ++round) {
             reassign(rows, columns.classes, tally_rows());
             const double after = reassign(columns, rows.classes, tally_columns());
-            if (after > before * worthwhile) break;
+            if (after > before * min_gain) break;
             before = after;
         }
     }
@@ -274,4 +274,4 @@ void density_fit(Bytes mask, MutableBytes rows, MutableBytes columns, MutableByt
         }
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

@@ -1,14 +1,14 @@
-// The inner loop of density_decode for AVX2: a vector of eight states decodes a byte of the mask.
+// The inner loop of density_decode() for AVX2: a vector of eight states decodes a byte of the mask.
 #include <immintrin.h>
 
 #include <array>
 
 #include "masks/density_kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::masks::avx2 {
 namespace {
 
-// For each set of lanes that need a word: which of the next eight words a lane gets.
+// For each set of lanes that need a word: the index of the word that each lane gets.
 consteval std::array<std::array<std::uint8_t, 8>, 256> make_turns() {
     std::array<std::array<std::uint8_t, 8>, 256> turns{};
     for (unsigned lanes = 0; lanes < 256; ++lanes)
@@ -74,8 +74,7 @@ std::size_t decode_row(const std::uint16_t* ones, std::size_t from, std::size_t 
 
 }  // namespace
 
-DensityRow density_row_avx2(std::size_t vectors) {
-    return vectors == 1 ? decode_row<1> : vectors == 2 ? decode_row<2> : decode_row<4>;
-}
+constinit const DensityKernels density_kernels{
+    {nullptr, decode_row<1>, decode_row<2>, nullptr, decode_row<4>}};
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks::avx2

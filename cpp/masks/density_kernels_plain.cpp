@@ -1,7 +1,7 @@
-// The inner loop of density_decode in portable C++.
+// The inner loop of density_decode() in portable C++.
 #include "masks/density_kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::masks::plain {
 namespace {
 
 inline std::uint8_t decode_byte(const std::uint16_t* ones, std::uint32_t* states, const std::uint8_t*& next) {
@@ -11,7 +11,7 @@ inline std::uint8_t decode_byte(const std::uint16_t* ones, std::uint32_t* states
         const std::uint32_t part = one * (state / chance_unit);
         const bool bit = rest < one;
         const std::uint32_t left = bit ? part + rest : state - part - one;
-        const bool low = left < lowest_state;
+        const bool low = left < min_state;
         states[lane] = low ? left << 16 | load<std::uint16_t>(next) : left;
         next += low ? 2 : 0;
         byte |= unsigned{bit} << lane;
@@ -34,8 +34,7 @@ std::size_t decode_row(const std::uint16_t* ones, std::size_t from, std::size_t 
 
 }  // namespace
 
-DensityRow density_row_plain(std::size_t vectors) {
-    return vectors == 1 ? decode_row<1> : vectors == 2 ? decode_row<2> : decode_row<4>;
-}
+constinit const DensityKernels density_kernels{
+    {nullptr, decode_row<1>, decode_row<2>, nullptr, decode_row<4>}};
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks::plain

@@ -1,24 +1,23 @@
-// How the model of density.h is written:
-//   row classes R, column classes C        2 bytes
-//   how often each class occurs, of 256    R bytes, or none if R is 1; then C likewise
-//   chances, [row class][column class]     R * C bytes
-//   the labels, rANS with these counts     4 bytes of state, then what it takes in; nothing if R and C are 1
+// Layout of a stored density model:
+//   row classes R, column classes C               2 bytes
+//   frequency of each class, in units of 1/256    R bytes, or none if R is 1; then C likewise
+//   probabilities, [row class][column class]      R * C bytes
+//   labels, rANS with these frequencies           4 bytes of state, then its input; nothing if R and C are 1
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 #include <vector>
 
+#include "core/check.h"
+#include "core/histogram.h"
 #include "masks/density.h"
 #include "masks/density_kernels.h"
 
-namespace slimtensors {
+namespace slimtensors::masks {
 namespace {
-
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
 constexpr unsigned count_bits = 8;
 constexpr std::uint32_t count_unit = 1u << count_bits;
-constexpr std::uint32_t lowest = 1u << 23;  // takes in bytes
+constexpr std::uint32_t min_model_state = 1u << 23;  // refilled with bytes
 
 struct Symbols {
     std::size_t classes = 1;
@@ -29,22 +28,20 @@ struct Symbols {
     }
 };
 
-// Every class that occurs gets a count; the sum comes out right at the expense of the largest.
+// Every class that occurs gets a count; the largest one absorbs the rounding error.
 Symbols count_labels(Bytes labels) {
     Symbols symbols;
-    std::array<std::size_t, density_classes> seen{};
-    for (const std::uint8_t label : labels) {
-        if (label >= density_classes) refuse("a class must be below 16");
-        ++seen[label];
-    }
+    const ByteCounts seen = histogram(labels);
+    check(std::all_of(seen.begin() + density_classes, seen.end(), [](auto n) { return n == 0; }),
+          "classes must be below 16");
     for (std::size_t k = 0; k < density_classes; ++k)
         if (seen[k] != 0) symbols.classes = k + 1;
     if (symbols.classes == 1) return symbols;
     std::uint32_t sum = 0;
     for (std::size_t k = 0; k < symbols.classes; ++k) {
-        // the codes of classes that do not occur are wasted, but say nothing wrong
+        // classes that do not occur waste a count but are valid
         symbols.count[k] = static_cast<std::uint32_t>(
-            std::clamp<std::size_t>(count_unit * seen[k] / labels.size(), 1, count_unit - 1));
+            std::clamp<std::size_t>(std::size_t{count_unit} * seen[k] / labels.size(), 1, count_unit - 1));
         sum += symbols.count[k];
     }
     auto* const last = symbols.count.data() + symbols.classes;
@@ -58,7 +55,7 @@ void encode(Bytes labels, const Symbols& symbols, std::uint32_t& state, std::vec
     if (symbols.classes == 1) return;
     for (std::size_t i = labels.size(); i-- > 0;) {
         const std::uint32_t count = symbols.count[labels[i]];
-        for (; state >= (lowest >> count_bits << 8) * count; state >>= 8)
+        for (; state >= (min_model_state >> count_bits << 8) * count; state >>= 8)
             out.push_back(static_cast<std::uint8_t>(state));
         state = (state / count << count_bits) + state % count + symbols.start[labels[i]];
     }
@@ -76,15 +73,15 @@ void decode(Bytes& in, const Symbols& symbols, std::uint32_t& state, MutableByte
         const std::uint32_t rest = state % count_unit;
         label = label_at[rest];
         state = symbols.count[label] * (state / count_unit) + rest - symbols.start[label];
-        for (; state < lowest; in = in.subspan(1)) {
-            if (in.empty()) refuse("the classes of rows and columns are too short");
+        for (; state < min_model_state; in = in.subspan(1)) {
+            check(!in.empty(), "density model is truncated");
             state = state << 8 | in.front();
         }
     }
 }
 
 Bytes take(Bytes& in, std::size_t size) {
-    if (in.size() < size) refuse("the model of a mask is too short");
+    check(in.size() >= size, "density model is truncated");
     const Bytes front = in.first(size);
     in = in.subspan(size);
     return front;
@@ -100,8 +97,8 @@ Symbols read_counts(Bytes& in, std::size_t classes) {
         symbols.count[k] = counts[k];
         sum += counts[k];
     }
-    if (sum != count_unit || std::ranges::count(counts, 0) != 0)
-        refuse("the counts of classes must be 256 together");
+    check(sum == count_unit && std::ranges::count(counts, 0) == 0,
+          "class frequencies must be positive and sum to 256");
     symbols.set_starts();
     return symbols;
 }
@@ -113,8 +110,9 @@ std::size_t density_model_bound(std::size_t labels) {
 }
 
 std::size_t density_pack(Bytes rows, Bytes columns, Bytes chances, MutableBytes model) {
-    if (chances.size() != density_pairs) refuse("chances must be one for each pair of 16 classes");
-    if (model.size() < density_model_bound(rows.size() + columns.size())) refuse("model has too little room");
+    check(chances.size() == density_pairs, "chances must have one entry for each pair of 16 classes");
+    check(model.size() >= density_model_bound(rows.size() + columns.size()),
+          "model must have at least density_model_bound() bytes");
     const Symbols row = count_labels(rows), column = count_labels(columns);
     std::vector<std::uint8_t> out{static_cast<std::uint8_t>(row.classes),
                                   static_cast<std::uint8_t>(column.classes)};
@@ -125,7 +123,7 @@ std::size_t density_pack(Bytes rows, Bytes columns, Bytes chances, MutableBytes 
         for (std::size_t l = 0; l < column.classes; ++l) out.push_back(chances[k * density_classes + l]);
 
     if (row.classes > 1 || column.classes > 1) {
-        std::uint32_t state = lowest;
+        std::uint32_t state = min_model_state;
         std::vector<std::uint8_t> reversed;
         encode(columns, column, state, reversed);
         encode(rows, row, state, reversed);
@@ -137,23 +135,23 @@ std::size_t density_pack(Bytes rows, Bytes columns, Bytes chances, MutableBytes 
 }
 
 void density_unpack(Bytes model, MutableBytes rows, MutableBytes columns, MutableBytes chances) {
-    if (chances.size() != density_pairs) refuse("chances must be one for each pair of 16 classes");
+    check(chances.size() == density_pairs, "chances must have one entry for each pair of 16 classes");
     Bytes in = model;
     const Bytes sizes = take(in, 2);
-    if (std::ranges::any_of(sizes, [](std::size_t n) { return n == 0 || n > density_classes; }))
-        refuse("there must be 1 to 16 classes of rows and of columns");
+    check(!(std::ranges::any_of(sizes, [](std::size_t n) { return n == 0 || n > density_classes; })),
+          "density model must have 1 to 16 classes");
     const Symbols row = read_counts(in, sizes[0]), column = read_counts(in, sizes[1]);
     std::ranges::fill(chances, std::uint8_t{0});
     for (std::size_t k = 0; k < row.classes; ++k) {
         const Bytes from = take(in, column.classes);
-        if (!std::ranges::all_of(from, is_chance)) refuse("not a chance");
+        check(std::ranges::all_of(from, is_chance), "invalid probability code");
         std::ranges::copy(from, chances.begin() + static_cast<std::ptrdiff_t>(k * density_classes));
     }
-    std::uint32_t state = lowest;
+    std::uint32_t state = min_model_state;
     if (row.classes > 1 || column.classes > 1) state = load<std::uint32_t>(take(in, 4).data());
     decode(in, row, state, rows);
     decode(in, column, state, columns);
-    if (state != lowest || !in.empty()) refuse("the model of a mask does not end where it should");
+    check(state == min_model_state && in.empty(), "density model has trailing or missing data");
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

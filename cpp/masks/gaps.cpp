@@ -1,19 +1,16 @@
 #include "masks/gaps.h"
 
-#include <stdexcept>
-
+#include "core/check.h"
 #include "core/counting.h"
 
-namespace slimtensors {
+namespace slimtensors::masks {
 namespace {
-
-[[noreturn]] void refuse(const char* why) { throw std::invalid_argument(why); }
 
 constexpr std::size_t step = 4;
 
 // Write the tokens of the ones in `word`, whose lowest bit is bit `at` of the mask; `next` is the first bit
-// that no token has said yet. Whole steps are written, so that how many ones there are is guessed wrong
-// less often; what is written too much, the next token overwrites.
+// not yet covered by a token. Writing `step` tokens at a time reduces branch mispredictions; surplus tokens
+// are overwritten by the next call.
 inline std::uint8_t* put_ones(std::uint64_t word, std::size_t at, std::size_t& next, std::uint8_t* to) {
     std::size_t here = at + static_cast<std::size_t>(std::countr_zero(word));
     std::size_t zeros = here - next;
@@ -33,16 +30,16 @@ inline std::uint8_t* put_ones(std::uint64_t word, std::size_t at, std::size_t& n
     return end;
 }
 
-// Positions only grow, so it is enough to know where the last one lies. Sums stop early: no overflow.
+// Positions increase, so checking the last one suffices. Checking after every block avoids overflow.
 void check_extent(Bytes tokens, std::size_t bits) {
     if (tokens.empty()) return;
-    if (tokens.back() == gap_escape) refuse("gap tokens end in the middle of a gap");
+    check(tokens.back() != gap_escape, "gap tokens end with an escape");
     constexpr std::size_t block = 4096;
     for (std::size_t i = 0; i < tokens.size();) {
         std::uint32_t sum = 0;
         const std::size_t stop = tokens.size() - i < block ? tokens.size() : i + block;
         for (; i < stop; ++i) sum += tokens[i] + std::uint32_t{tokens[i] != gap_escape};
-        if (sum > bits) refuse("gap tokens run past the end of the mask");
+        check(sum <= bits, "gap tokens run past the end of the mask");
         bits -= sum;
     }
 }
@@ -52,7 +49,7 @@ void check_extent(Bytes tokens, std::size_t bits) {
 std::size_t gaps_bound(Bytes mask) { return popcount(mask) + mask.size() / (gap_escape / 8) + step; }
 
 std::size_t gaps_encode(Bytes mask, MutableBytes tokens) {
-    if (tokens.size() < gaps_bound(mask)) refuse("tokens must have room for as many as gaps_bound() says");
+    check(tokens.size() >= gaps_bound(mask), "tokens must have at least gaps_bound() bytes");
     std::uint8_t* to = tokens.data();
     std::size_t next = 0, i = 0;
     for (; i + 8 <= mask.size(); i += 8) {
@@ -77,4 +74,4 @@ void gaps_decode(Bytes tokens, MutableBytes mask) {
     }
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

@@ -1,20 +1,20 @@
 #pragma once
 #include "core/bytes.h"
 
-namespace slimtensors {
+// A mask as the gaps between its ones. A token below `gap_escape` is that many zeros followed by a one; the
+// escape is 255 zeros. Zeros after the last one are omitted, so the last token is never the escape.
+namespace slimtensors::masks {
 
-// A token below `gap_escape` says: that many zeros, then a one. The escape says: 255 zeros, and no one yet.
-// Zeros after the last one are not said, so the last token is never the escape.
 inline constexpr std::uint8_t gap_escape = 255;
 
-// The room that gaps_encode() needs: a little more than the mask has ones.
+// Return the output size that gaps_encode() requires: slightly more than the number of ones.
 std::size_t gaps_bound(Bytes mask);
 
-// Write the tokens of a mask, lowest bit first, and return how many there are. Throws std::invalid_argument
-// if `tokens` has no room for as many as gaps_bound() says.
+// Write the tokens of a mask, lowest bit first, and return their number. Throws std::invalid_argument if
+// `tokens` is smaller than gaps_bound().
 std::size_t gaps_encode(Bytes mask, MutableBytes tokens);
 
-// Undo gaps_encode(). Tokens that it cannot have written are refused before a byte is written.
+// Inverse of gaps_encode(). Throws std::invalid_argument for invalid tokens before anything is written.
 void gaps_decode(Bytes tokens, MutableBytes mask);
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

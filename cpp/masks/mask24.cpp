@@ -1,9 +1,10 @@
 #include "masks/mask24.h"
 
 #include <array>
-#include <stdexcept>
 
-namespace slimtensors {
+#include "core/check.h"
+
+namespace slimtensors::masks {
 namespace {
 
 constexpr unsigned patterns[6] = {0b0011, 0b0101, 0b0110, 0b1001, 0b1010, 0b1100};
@@ -12,7 +13,7 @@ constexpr std::uint16_t bad_groups = 0xffff;  // three nibbles end at 0xfff
 
 struct Filled {
     std::array<std::uint8_t, 256> byte{};
-    std::array<bool, 256> crowded{};  // a nibble has three or four ones
+    std::array<bool, 256> overfull{};  // some nibble has three or four ones
 };
 
 consteval Filled make_filled() {
@@ -20,7 +21,7 @@ consteval Filled make_filled() {
     for (unsigned byte = 0; byte < 256; ++byte) {
         unsigned out = byte;
         for (unsigned nibble = 0; nibble < 8; nibble += 4) {
-            filled.crowded[byte] |= std::popcount(byte >> nibble & 15u) > 2;
+            filled.overfull[byte] |= std::popcount(byte >> nibble & 15u) > 2;
             for (unsigned k = 0; k < 4 && std::popcount(out >> nibble & 15u) < 2; ++k)
                 out |= 1u << (nibble + k);
         }
@@ -51,7 +52,7 @@ consteval std::array<std::uint8_t, 4096> make_codes() {
 constexpr std::array<std::uint8_t, 4096> code_of = make_codes();
 constexpr unsigned zero_digit = patterns[0];
 
-// Sixteen groups at once; most weights that are 2:4 sparse need no filling.
+// Checks sixteen groups at once; most 2:4 sparse weights need no filling.
 bool has_two_everywhere(std::uint64_t word) {
     constexpr std::uint64_t pairs = 0x5555555555555555, nibbles = 0x3333333333333333,
                             two = 0x2222222222222222;
@@ -60,9 +61,8 @@ bool has_two_everywhere(std::uint64_t word) {
 }
 
 void check_sizes(std::size_t mask, std::size_t codes) {
-    // 2/3 by quotient and remainder: 2 * mask could overflow
-    if (codes != mask / 3 * 2 + mask % 3)
-        throw std::invalid_argument("codes must have ceil(2 * mask bytes / 3) bytes");
+    // 2 * mask could overflow
+    check(codes == mask / 3 * 2 + mask % 3, "codes must have ceil(2 * mask bytes / 3) bytes");
 }
 
 }  // namespace
@@ -72,7 +72,7 @@ std::ptrdiff_t mask24_fill(MutableBytes mask) {
         while (i + 8 <= mask.size() && has_two_everywhere(load<std::uint64_t>(mask.data() + i))) i += 8;
         if (i == mask.size()) break;
         const std::uint8_t byte = mask[i];
-        if (filled.crowded[byte])
+        if (filled.overfull[byte])
             return static_cast<std::ptrdiff_t>(2 * i + (std::popcount(byte & 15u) > 2 ? 0 : 1));
         mask[i] = filled.byte[byte];
     }
@@ -96,7 +96,7 @@ void mask24_pack(Bytes mask, MutableBytes codes) {
         put(c, mask[i] | (mask[i + 1] & 15u) << 8);
         put(c + 1, mask[i + 1] >> 4 | zero_digit << 4 | zero_digit << 8);
     }
-    if (!good) throw std::invalid_argument("mask has a group of four that does not keep exactly two");
+    check(good, "mask has a group of four without exactly two ones");
 }
 
 void mask24_unpack(Bytes codes, MutableBytes mask) {
@@ -125,7 +125,7 @@ void mask24_unpack(Bytes codes, MutableBytes mask) {
         mask[i + 1] = static_cast<std::uint8_t>((low >> 8 & 15u) | high << 4);
         good &= high >> 4 == (zero_digit | zero_digit << 4);
     }
-    if (!good) throw std::invalid_argument("codes are not three groups of 2:4 sparsity each");
+    check(good, "codes are not valid 2:4 masks");
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

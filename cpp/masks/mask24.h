@@ -1,20 +1,18 @@
 #pragma once
 #include "core/bytes.h"
 
-namespace slimtensors {
-
 // Masks of 2:4 sparsity: each nibble is a group of four items of which two are kept, so it has one of six
-// patterns. Three groups make one byte in base 6, the first group the lowest digit: 0.667 bit per item,
-// not 1.
+// patterns. Three groups are packed into one byte in base 6, the first group as the lowest digit: 0.667 bits
+// per item instead of 1.
+namespace slimtensors::masks {
 
-// Set the lowest clear bits of every nibble with fewer than two ones until it has two. Returns the index of
-// the first nibble with more than two, or -1 when there is none; the mask is then unspecified in the first
-// case.
+// Set the lowest clear bits of every nibble with fewer than two ones until it has two, and return -1. If a
+// nibble has more than two ones, return the index of the first such nibble; the mask is then unspecified.
 std::ptrdiff_t mask24_fill(MutableBytes mask);
 
-// `codes` must have ceil(2 * mask.size() / 3) bytes; digits past the last nibble are zero. Both throw
-// std::invalid_argument when a size, a nibble or a code is wrong, and may have written before they noticed.
+// `codes` must have ceil(2 * mask.size() / 3) bytes; digits past the last nibble are zero. Both functions
+// throw std::invalid_argument for an invalid size, nibble or code; the output is then unspecified.
 void mask24_pack(Bytes mask, MutableBytes codes);
 void mask24_unpack(Bytes codes, MutableBytes mask);
 
-}  // namespace slimtensors
+}  // namespace slimtensors::masks

@@ -1,54 +1,44 @@
 #include "quantize/squares.h"
 
-#include <stdexcept>
+#include "core/check.h"
 
-#include "core/dispatch.h"
-
-namespace slimtensors {
+namespace slimtensors::quantize {
 namespace {
 
-const SquaresKernels& kernels() {
-#if defined(SLIMTENSORS_X86)
-    if (cpu().avx2) return squares_kernels_avx2();
-#endif
-    return squares_kernels_plain();
-}
-
-void check(Bytes items, Number kind) {
-    if (kind != Number::f32 && kind != Number::f16 && kind != Number::bf16)
-        throw std::invalid_argument("items must be float32, float16 or bfloat16");
-    if (items.size() % (kind == Number::f32 ? 4 : 2) != 0)
-        throw std::invalid_argument("items are not a whole number of items");
+void check_floats(Bytes items, FloatType type) {
+    check(type == FloatType::f32 || type == FloatType::f16 || type == FloatType::bf16,
+          "items must be float32, float16 or bfloat16");
+    check_items(items.size(), type == FloatType::f32 ? 4 : 2);
 }
 
 }  // namespace
 
-void SquareSums::add(Bytes items, Number kind) { kernels().add(items, kind, lanes_); }
+void SquareSums::add(Bytes items, FloatType type) { active_kernels().add_squares(items, type, lanes_); }
 
-void SquareSums::add_differences(Bytes items, Bytes others, Number kind) {
-    kernels().add_differences(items, others, kind, lanes_);
+void SquareSums::add_differences(Bytes items, Bytes others, FloatType type) {
+    active_kernels().add_squared_differences(items, others, type, lanes_);
 }
 
 double SquareSums::total() const {
-    Lanes sums = lanes_;
+    SquareLanes sums = lanes_;
     for (std::size_t half = sums.size() / 2; half > 0; half /= 2)
         for (std::size_t k = 0; k < half; ++k) sums[k] += sums[k + half];
     return sums[0];
 }
 
-double sum_of_squares(Bytes items, Number kind) {
-    check(items, kind);
+double sum_of_squares(Bytes items, FloatType type) {
+    check_floats(items, type);
     SquareSums sums;
-    sums.add(items, kind);
+    sums.add(items, type);
     return sums.total();
 }
 
-double squared_distance(Bytes items, Bytes others, Number kind) {
-    check(items, kind);
-    if (items.size() != others.size()) throw std::invalid_argument("there must be as many others as items");
+double squared_distance(Bytes items, Bytes others, FloatType type) {
+    check_floats(items, type);
+    check(items.size() == others.size(), "others must have as many items");
     SquareSums sums;
-    sums.add_differences(items, others, kind);
+    sums.add_differences(items, others, type);
     return sums.total();
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::quantize

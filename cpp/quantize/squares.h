@@ -1,38 +1,25 @@
 #pragma once
-#include <array>
+#include "quantize/kernels.h"
 
-#include "quantize/quantize.h"
+namespace slimtensors::quantize {
 
-namespace slimtensors {
+// Sums of squares in double precision, identical on every machine. Items are float32, float16 or bfloat16;
+// throws std::invalid_argument otherwise.
+double sum_of_squares(Bytes items, FloatType type);
 
-// Sums of squares in double precision, the same on every machine. Items are float32, float16 or bfloat16;
-// std::invalid_argument if they are not, or are not whole.
-double sum_of_squares(Bytes items, Number kind);
+// The same for the differences between corresponding items.
+double squared_distance(Bytes items, Bytes others, FloatType type);
 
-// Of the differences between items in the same places.
-double squared_distance(Bytes items, Bytes others, Number kind);
-
-// Sums that take turns, so that vector code adds in the same order. What is added in pieces gives the same
-// sum as all at once if all pieces but the last have a multiple of 16 items.
+// Accumulates in interleaved lanes, so that vector code adds in the same order. Adding parts gives the same
+// sum as adding everything at once if all parts but the last have a multiple of 16 items.
 class SquareSums {
   public:
-    using Lanes = std::array<double, 16>;
-
-    void add(Bytes items, Number kind);
-    void add_differences(Bytes items, Bytes others, Number kind);
+    void add(Bytes items, FloatType type);
+    void add_differences(Bytes items, Bytes others, FloatType type);
     double total() const;
 
   private:
-    Lanes lanes_{};
+    SquareLanes lanes_{};
 };
 
-// The inner loops for one instruction set.
-struct SquaresKernels {
-    void (*add)(Bytes items, Number kind, SquareSums::Lanes& lanes);
-    void (*add_differences)(Bytes items, Bytes others, Number kind, SquareSums::Lanes& lanes);
-};
-
-const SquaresKernels& squares_kernels_plain();
-const SquaresKernels& squares_kernels_avx2();
-
-}  // namespace slimtensors
+}  // namespace slimtensors::quantize

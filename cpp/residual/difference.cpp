@@ -1,9 +1,10 @@
 #include "residual/difference.h"
 
-#include <stdexcept>
 #include <type_traits>
 
-namespace slimtensors {
+#include "core/check.h"
+
+namespace slimtensors::residual {
 namespace {
 
 template <class Word>
@@ -16,7 +17,7 @@ Word sign_mask(Word bits) {
     return Word(Signed(bits) >> (8 * sizeof(Word) - 1));
 }
 
-// Negative floats have their order reversed, so all of their bits turn; of positive ones only the sign does.
+// Negative floats are in reverse order, so all of their bits are inverted; of positive ones only the sign.
 template <class Word>
 Word to_ordered(Word bits) {
     return bits ^ (sign_mask(bits) | top_bit<Word>);
@@ -37,9 +38,9 @@ Word unzigzag(Word number) {
     return Word(number >> 1) ^ Word(-Word(number & 1));
 }
 
-// Turn the sign of a number where a mask says so; doing it twice changes nothing.
+// Negate the number where the mask is all ones; an involution.
 template <class Word>
-Word turned(Word number, Word mask) {
+Word negate_if(Word number, Word mask) {
     return Word((number ^ mask) - mask);
 }
 
@@ -47,9 +48,9 @@ template <class Word, Order order>
 void subtract(Bytes items, Bytes base, MutableBytes out) {
     for (std::size_t i = 0; i < items.size(); i += sizeof(Word)) {
         Word a = load<Word>(base.data() + i), b = load<Word>(items.data() + i);
-        const Word turn = order == Order::outward ? sign_mask(a) : Word(0);
+        const Word mask = order == Order::outward ? sign_mask(a) : Word(0);
         if constexpr (order != Order::integers) a = to_ordered(a), b = to_ordered(b);
-        store(out.data() + i, zigzag(turned(Word(b - a), turn)));
+        store(out.data() + i, zigzag(negate_if(Word(b - a), mask)));
     }
 }
 
@@ -57,22 +58,22 @@ template <class Word, Order order>
 void add(Bytes difference, Bytes base, MutableBytes items) {
     for (std::size_t i = 0; i < items.size(); i += sizeof(Word)) {
         Word a = load<Word>(base.data() + i);
-        const Word turn = order == Order::outward ? sign_mask(a) : Word(0);
+        const Word mask = order == Order::outward ? sign_mask(a) : Word(0);
         if constexpr (order != Order::integers) a = to_ordered(a);
-        const Word b = Word(a + turned(unzigzag(load<Word>(difference.data() + i)), turn));
+        const Word b = Word(a + negate_if(unzigzag(load<Word>(difference.data() + i)), mask));
         store(items.data() + i, order == Order::integers ? b : from_ordered(b));
     }
 }
 
-void check(std::size_t first, std::size_t second, std::size_t third, std::size_t itemsize) {
-    if (first != second || first != third) throw std::invalid_argument("arrays differ in size");
-    if (itemsize == 0 || first % itemsize != 0) throw std::invalid_argument("not a whole number of items");
+void check_sizes(std::size_t first, std::size_t second, std::size_t third, std::size_t itemsize) {
+    check(first == second && first == third, "arrays differ in size");
+    check_items(first, itemsize);
 }
 
 template <Order order>
 using Constant = std::integral_constant<Order, order>;
 
-// Call `work` with the type of an item and the order, both known to the compiler.
+// Call `work` with the item type and the order as compile-time constants.
 template <class Work>
 void by_type(std::size_t itemsize, Order order, Work work) {
     const auto with = [&](auto word) {
@@ -92,27 +93,25 @@ void by_type(std::size_t itemsize, Order order, Work work) {
             return with(std::uint16_t{});
         case 4:
             return with(std::uint32_t{});
-        case 8:
-            return with(std::uint64_t{});
         default:
-            throw std::invalid_argument("itemsize must be 1, 2, 4 or 8");
+            return with(std::uint64_t{});
     }
 }
 
 }  // namespace
 
 void difference(Bytes items, Bytes base, std::size_t itemsize, Order order, MutableBytes out) {
-    check(items.size(), base.size(), out.size(), itemsize);
-    by_type(itemsize, order, [&](auto word, auto known) {
-        subtract<decltype(word), decltype(known)::value>(items, base, out);
+    check_sizes(items.size(), base.size(), out.size(), itemsize);
+    by_type(itemsize, order, [&](auto word, auto constant) {
+        subtract<decltype(word), decltype(constant)::value>(items, base, out);
     });
 }
 
 void add_difference(Bytes difference, Bytes base, std::size_t itemsize, Order order, MutableBytes items) {
-    check(difference.size(), base.size(), items.size(), itemsize);
-    by_type(itemsize, order, [&](auto word, auto known) {
-        add<decltype(word), decltype(known)::value>(difference, base, items);
+    check_sizes(difference.size(), base.size(), items.size(), itemsize);
+    by_type(itemsize, order, [&](auto word, auto constant) {
+        add<decltype(word), decltype(constant)::value>(difference, base, items);
     });
 }
 
-}  // namespace slimtensors
+}  // namespace slimtensors::residual

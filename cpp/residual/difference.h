@@ -1,22 +1,22 @@
 #pragma once
 #include "core/bytes.h"
 
-namespace slimtensors {
+namespace slimtensors::residual {
 
-// What it means that one number is larger than another.
+// The order in which differences are counted.
 enum class Order {
-    integers,  // their bits are
-    floats,    // they are as floats: neighbours differ by one across every exponent and across zero
-    outward,  // as floats, and a difference counts as positive if it leads away from zero, seen from the base
+    integers,  // unsigned integers
+    floats,    // floats: adjacent floats differ by one, across exponents and across zero
+    outward,   // floats, but a difference is positive if it points away from zero as seen from the base
 };
 
-// The difference between two arrays of numbers of 1, 2, 4 or 8 bytes, as unsigned numbers of the same width:
-// 0 where they are equal, and small where they are close. The bits of floats are first mapped to integers
-// that have the order of the floats; then b - a is taken modulo 2^bits and written in zigzag: 0, -1, 1, -2, …
-// become 0, 1, 2, 3, …. All spans have the same size; throws std::invalid_argument otherwise.
+// Write the difference of two arrays of items of 1, 2, 4 or 8 bytes as unsigned numbers of the same width: 0
+// where equal, small where close. Floats are first mapped to integers of the same order; then b - a modulo
+// 2^bits is written in zigzag order: 0, -1, 1, -2, … become 0, 1, 2, 3, …. All spans must have the same size;
+// throws std::invalid_argument otherwise.
 void difference(Bytes items, Bytes base, std::size_t itemsize, Order order, MutableBytes out);
 
-// Undo it.
+// Inverse of difference().
 void add_difference(Bytes difference, Bytes base, std::size_t itemsize, Order order, MutableBytes items);
 
-}  // namespace slimtensors
+}  // namespace slimtensors::residual

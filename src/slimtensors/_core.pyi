@@ -1,8 +1,8 @@
 """The C++ kernels. Arrays are 1-D, contiguous, uint8, in CPU memory, and never copied or converted.
 
-Sizes and bits are checked, and ValueError says what does not fit. Any other kind of array is a
-TypeError. The GIL is released, so calls from several threads run side by side. Items are opaque
-patterns of 1, 2, 4, 8 or 16 bytes; zero means all bits zero, so -0.0 is not zero.
+Invalid sizes or contents raise ValueError, any other kind of array TypeError. The GIL is released,
+so calls from several threads run in parallel. Items are opaque patterns of 1, 2, 4, 8 or 16 bytes;
+zero means all bits zero, so -0.0 is not zero.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,13 @@ Buffer = Tensor | NDArray[np.uint8] | memoryview | bytes
 MutableBuffer = Tensor | NDArray[np.uint8] | memoryview | bytearray
 
 def cpu() -> str:
-    """Return the code in use, "avx2" or "plain", which SLIMTENSORS_CPU=plain forces."""
+    """Return the instruction set in use: "avx512", "avx2" or "plain".
+
+    SLIMTENSORS_CPU=plain or avx2 in the environment forces a lower one.
+    """
 
 def bitmask_find(items: Buffer, itemsize: int, row: int, mask: MutableBuffer) -> int:
-    """Mark the nonzero items in `mask`, lowest bit first, and return how many there are.
+    """Mark the nonzero items in `mask`, lowest bit first, and return their number.
 
     Each row of `row` items starts on a new byte, so `mask` has ceil(row / 8) bytes per row, and
     the bits that pad a row are zero.
@@ -28,33 +31,33 @@ def bitmask_find(items: Buffer, itemsize: int, row: int, mask: MutableBuffer) ->
 def bitmask_gather(
     items: Buffer, itemsize: int, row: int, mask: Buffer, values: MutableBuffer
 ) -> None:
-    """Copy the items marked in `mask`, in order, to `values`, which has room for exactly those."""
+    """Copy the items marked in `mask`, in order, to `values`, which has exactly their size."""
 
 def bitmask_scatter(
     mask: Buffer, row: int, values: Buffer, itemsize: int, items: MutableBuffer
 ) -> None:
     """Write `values` to `items` where `mask` has a one, and zeros elsewhere.
 
-    A mask that disagrees with the number of values, or has ones in its padding, is refused before
-    anything is written.
+    Raise ValueError before anything is written if the mask has another number of ones than there
+    are values, or ones in its padding.
     """
 
 def popcount(mask: Buffer) -> int:
-    """Return the number of ones in all bytes together."""
+    """Return the number of ones in all bytes."""
 
 def count_zeros(items: Buffer, itemsize: int) -> tuple[int, int]:
-    """Return how many items have no bit set, and how many only the top bit (-0.0 in floats)."""
+    """Return the number of items without any bit set, and with only the top bit (-0.0)."""
 
 def count_bytes(items: Buffer, itemsize: int, rotated: bool, counts: MutableBuffer) -> None:
-    """Count each byte of each plane, as 64-bit numbers: 256 for the lowest plane, and so on.
+    """Write the byte histogram of each plane as 64-bit numbers: 256 for the lowest one, and so on.
 
-    If `rotated`, items are rotated left by one bit before.
+    If `rotated`, items are first rotated left by one bit.
     """
 
 def group_peaks(items: Buffer, itemsize: int, signed_zero: bool) -> tuple[int, int, int, int]:
-    """Return the most items that are not zero in any group of 4, 8, 16 and 32 neighbours.
+    """Return the maximum number of nonzero items in any group of 4, 8, 16 and 32 consecutive items.
 
-    With `signed_zero`, an item of which only the top bit is set is zero too.
+    With `signed_zero`, items with only the top bit set count as zero.
     """
 
 def mask24_fill(mask: MutableBuffer) -> int:
@@ -72,22 +75,22 @@ def mask24_pack(mask: Buffer, codes: MutableBuffer) -> None:
     """
 
 def mask24_unpack(codes: Buffer, mask: MutableBuffer) -> None:
-    """Undo `mask24_pack`. Codes it cannot have written are refused; `mask` is then unspecified."""
+    """Undo `mask24_pack`. Raise ValueError for invalid codes; `mask` is then unspecified."""
 
 class Order(Enum):
-    """What it means that one number is larger than another."""
+    """The order in which differences are counted."""
 
     INTEGERS = ...
-    """Its bits are, as an unsigned number."""
+    """Unsigned integers."""
     FLOATS = ...
-    """It is as a float: neighbours differ by one."""
+    """Floats: adjacent floats differ by one."""
     OUTWARD = ...
-    """As floats; a difference is positive if it leads away from zero, seen from the base."""
+    """Floats, but a difference is positive if it points away from zero as seen from the base."""
 
 def difference(
     items: Buffer, base: Buffer, itemsize: int, order: Order, out: MutableBuffer
 ) -> None:
-    """Write how `items` differ from `base`: unsigned numbers of the same width, 0 where equal."""
+    """Write the differences as unsigned numbers of the same width, 0 where equal."""
 
 def add_difference(
     difference: Buffer, base: Buffer, itemsize: int, order: Order, items: MutableBuffer
@@ -95,7 +98,7 @@ def add_difference(
     """Undo `difference`."""
 
 def group(items: Buffer, by: Buffer, itemsize: int, mantissa: int, out: MutableBuffer) -> None:
-    """Sort items by the exponents of the floats in the same places of `by`, keeping their order.
+    """Sort items stably by the exponents of the floats at the same positions of `by`.
 
     Items and floats have the same width; `mantissa` is the number of bits below the exponent.
     """
@@ -106,11 +109,11 @@ def ungroup(
     """Undo `group`."""
 
 HUFFMAN_CHUNK: int
-"""Items of a chunk of the functions below, which code bytes in chunks that stand alone.
+"""Items per chunk of the functions below, which code bytes in independent chunks.
 
-An item has 1, 2, 4 or 8 bytes, each of which lies in a plane of its own. If `rotated`, items are
-rotated left by one bit before, which brings the exponent of a float into its top byte. `rows` has,
-for each chunk, 32-bit numbers: its checksum, and how many bytes each of its planes takes.
+An item has 1, 2, 4 or 8 bytes, each in a plane of its own. If `rotated`, items are first rotated
+left by one bit, which moves the exponent of a float into its top byte. `rows` has 32-bit numbers
+for each chunk: its checksum, and the size of each of its planes in bytes.
 """
 
 def huffman_survey(
@@ -126,12 +129,12 @@ def huffman_encode(
     rows: MutableBuffer,
     data: MutableBuffer,
 ) -> None:
-    """Store as surveyed; add the checksums to `rows`. `data` has as many bytes as the rows say."""
+    """Encode as surveyed and add checksums to `rows`. `data` has the size given by the rows."""
 
 def huffman_decode(
     rows: Buffer, data: Buffer, itemsize: int, rotated: bool, items: MutableBuffer
 ) -> None:
-    """Undo `huffman_encode`. Refuse a wrong checksum, size or code; `items` is then unspecified."""
+    """Undo `huffman_encode`. Raise ValueError for invalid data; `items` is then unspecified."""
 
 def huffman_decode_again(
     rows: Buffer,
@@ -141,165 +144,167 @@ def huffman_decode_again(
     items: MutableBuffer,
     threads: int,
 ) -> None:
-    """Do the same without comparing checksums, for what `huffman_decode` has taken before."""
+    """Decode without comparing checksums, for data that `huffman_decode` accepted before."""
 
 BINS_CHUNK: int
-"""Items of a chunk of the functions below, which code items as bins, in chunks that share a model.
+"""Items per chunk of the functions below, which code items as bins, in chunks that share a model.
 
-An item has 1, 2, 4 or 8 bytes; a float has `exponent_bits`, an integer none. `rows` has two 32-bit
-numbers for each chunk: its bytes and its checksum.
+`rows` has two 32-bit numbers for each chunk: its size in bytes and its checksum.
 """
 
+class ItemType:
+    """Items of 1, 2, 4 or 8 bytes: floats with `exponent_bits`, or integers, which have none."""
+
+    def __init__(self, *, itemsize: int, exponent_bits: int, is_signed: bool) -> None: ...
+
 def bins_model_bound(widths: Sequence[int]) -> int:
-    """Return how much room `bins_fit` needs for a model."""
+    """Return the size that `bins_fit` requires for `model`."""
 
 def bins_fit(
     items: Buffer,
-    itemsize: int,
-    exponent_bits: int,
-    is_signed: bool,
+    type: ItemType,
     widths: Sequence[int],
     labels: MutableBuffer,
     model: MutableBuffer,
 ) -> int:
     """Find a model and return its size; 0 if none makes the items smaller.
 
-    `widths` are how many items rows could have. `labels` gets a byte for each row, and has room for
-    as many rows as the items could have.
+    `widths` are possible row lengths in items. `labels` receives one byte per row and has room for
+    the rows of the smallest width.
     """
 
 def bins_encode(
     items: Buffer,
-    itemsize: int,
-    exponent_bits: int,
-    is_signed: bool,
+    type: ItemType,
     first: int,
     labels: Buffer,
     model: Buffer,
     rows: MutableBuffer,
     data: MutableBuffer,
 ) -> int:
-    """Code chunks of a tensor, from item `first` on, as fitted; return how many bytes that took.
+    """Encode chunks of a tensor, starting at item `first`, and return the number of bytes written.
 
-    `labels` are those of all rows of the tensor, and `data` has as much room as the items. Without
-    a model, and where coding does not make a chunk smaller, it is a copy.
+    `labels` are those of all rows of the tensor, and `data` is as large as the items. Without a
+    model, and where coding does not make a chunk smaller, the chunk is copied.
     """
 
 def bins_decode(
     rows: Buffer, data: Buffer, itemsize: int, first: int, model: Buffer, items: MutableBuffer
 ) -> None:
-    """Undo `bins_encode`. Refuse a wrong checksum, size or model; `items` is then unspecified."""
+    """Undo `bins_encode`. Raise ValueError for invalid data; `items` is then unspecified."""
 
 def crc32c(data: Buffer, seed: int = 0) -> int:
-    """Return the CRC-32C of `data`; `seed` is the checksum of the bytes before it."""
+    """Return the CRC-32C of `data`; `seed` is the checksum of the preceding bytes."""
 
 def crc32c_join(a: int, b: int, length_b: int) -> int:
-    """Return the checksum of two pieces laid end to end, from theirs and the second's length."""
+    """Return the checksum of a concatenation from both checksums and the second's length."""
 
 def gaps_bound(mask: Buffer) -> int:
-    """Return how many tokens `gaps_encode` needs room for: a little more than the mask has ones."""
+    """Return the size that `gaps_encode` requires: slightly more than the number of ones."""
 
 def gaps_encode(mask: Buffer, tokens: MutableBuffer) -> int:
-    """Write the gaps between the ones of `mask`, lowest bit first; return how many tokens they are.
+    """Write the gaps between the ones of `mask`, lowest bit first; return the number of tokens.
 
     A token below 255 means that many zeros, then a one; 255 means 255 zeros. Zeros after the last
     one are not written.
     """
 
 def gaps_decode(tokens: Buffer, mask: MutableBuffer) -> None:
-    """Undo `gaps_encode`. Tokens it cannot have written are refused before anything is written."""
+    """Undo `gaps_encode`. Raise ValueError for invalid tokens before anything is written."""
 
 def density_fit(
     mask: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
 ) -> None:
-    """Give every row and column of a bit matrix one of 16 classes, and every pair of them a chance.
+    """Assign one of 16 classes to every row and column of a bit matrix; fit their probabilities.
 
     `columns` has 8 entries per byte of a row, `rows` one per row, of which the last may be shorter,
-    and `chances` 256. Fewer classes are used where more would not pay for themselves.
+    and `chances` 256. Fewer classes are used where more would cost more than they save.
     """
 
 def density_model_bound(rows_and_columns: int) -> int:
-    """Return how much room `density_pack` needs."""
+    """Return the size that `density_pack` requires for `model`."""
 
 def density_pack(rows: Buffer, columns: Buffer, chances: Buffer, model: MutableBuffer) -> int:
-    """Write what `density_fit` found in few bytes, and return how many."""
+    """Write the result of `density_fit` in compact form and return its size."""
 
 def density_unpack(
     model: Buffer, rows: MutableBuffer, columns: MutableBuffer, chances: MutableBuffer
 ) -> None:
-    """Undo `density_pack`. A model it cannot have written is refused."""
+    """Undo `density_pack`. Raise ValueError for an invalid model."""
 
 def density_encode(
     mask: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, coded: MutableBuffer
 ) -> int:
-    """Code whole rows of a bit matrix, given their classes, and return how many bytes that took.
+    """Encode rows of a bit matrix with the given classes and return the number of bytes written.
 
-    `coded` has as much room as `mask`. Where coding does not make it smaller, it is a copy.
+    `coded` is as large as `mask`. If coding does not make the mask smaller, it is copied.
     """
 
 def density_decode(
     coded: Buffer, rows: Buffer, columns: Buffer, chances: Buffer, mask: MutableBuffer
 ) -> None:
-    """Undo `density_encode`. Most damage is noticed, not all; `mask` is then unspecified."""
+    """Undo `density_encode`. Most invalid data raises ValueError; `mask` is then unspecified."""
 
 def find_ranges(
     items: Buffer, kind: str, row: int, columns: int, low: MutableBuffer, high: MutableBuffer
 ) -> None:
-    """Write the least and the greatest item of every run of `columns` items of a row.
+    """Write the minimum and maximum of every run of `columns` items of a row.
 
-    Here and below, kinds are names of dtypes: items float32, float16 or bfloat16, scales also
-    float8_e4m3fn and float8_e8m0fnu. What is not finite lies beyond all numbers.
+    `kind` is a dtype name: float32, float16 or bfloat16. Infinity and NaN compare beyond all
+    numbers.
     """
+
+class CodeFormat:
+    """Codes of 1 to 8 bits.
+
+    `kind` is "int" (one per byte), "packed" (rows of 32-bit words), "fp4" (two per byte) or "fp8".
+    """
+
+    def __init__(self, kind: str, bits: int) -> None: ...
+
+class Scales:
+    """Scales and zero points of a matrix, which are referenced, not copied.
+
+    `dtype` is float32, float16, bfloat16, float8_e4m3fn or float8_e8m0fnu. `blocks` is the number
+    of items per row, and the number of columns and of rows that share a scale. Each scale is
+    divided by `divisor`. Zero points are int8.
+    """
+
+    def __init__(
+        self,
+        values: Buffer,
+        dtype: str,
+        blocks: tuple[int, int, int],
+        *,
+        divisor: float = 1.0,
+        zero_points: Buffer | None = None,
+    ) -> None: ...
 
 def quantize(
     items: Buffer,
-    kind: str,
-    steps: str,
-    scales: Buffer,
-    scale_kind: str,
-    divisor: float,
-    zero_points: Buffer,
-    blocks: tuple[int, int, int],
-    codes_kind: str,
-    bits: int,
     codes: MutableBuffer,
+    *,
+    dtype: str,
+    compute_dtype: str,
+    scales: Scales,
+    format: CodeFormat,
 ) -> bool:
-    """Divide by scale over divisor, add the zero point, clamp and round; tell if all was finite.
+    """Divide, add the zero point, clamp and round; return True if all items are finite.
 
-    `blocks` are the items of a row, and the columns and rows that share a scale. Zero points are
-    int8, or none. Codes are "int" (one per byte), "packed" (rows of 32-bit words), "fp4" or "fp8".
-    The first two steps round to the kind `steps`.
+    The first two results are rounded to `compute_dtype`.
     """
 
 def dequantize(
-    codes: Buffer,
-    codes_kind: str,
-    bits: int,
-    scales: Buffer,
-    scale_kind: str,
-    divisor: float,
-    zero_points: Buffer,
-    blocks: tuple[int, int, int],
-    kind: str,
-    items: MutableBuffer,
+    codes: Buffer, items: MutableBuffer, *, dtype: str, scales: Scales, format: CodeFormat
 ) -> None:
-    """Subtract the zero point, multiply, and round once, to `kind`."""
+    """Subtract the zero point, multiply, and round once, to `dtype`."""
 
 def rounding_loss(
-    items: Buffer,
-    kind: str,
-    codes: Buffer,
-    codes_kind: str,
-    bits: int,
-    scales: Buffer,
-    scale_kind: str,
-    divisor: float,
-    zero_points: Buffer,
-    blocks: tuple[int, int, int],
+    items: Buffer, codes: Buffer, *, dtype: str, scales: Scales, format: CodeFormat
 ) -> tuple[float, float]:
-    """Return the squared distance of items from what their codes stand for, and their own squares.
+    """Return the squared distance between items and their codes, and the sum of squared items.
 
-    To the last bit what `squared_distance` and `sum_of_squares` say of a single row.
+    Bitwise equal to `squared_distance` and `sum_of_squares` of a single row.
     """
 
 def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None:
@@ -309,25 +314,22 @@ def unpack_codes(words: Buffer, bits: int, row: int, codes: MutableBuffer) -> No
     """Undo `pack_codes`; bits past the end of a row are ignored."""
 
 def sum_of_squares(items: Buffer, kind: str) -> float:
-    """Add up the squares of items, float32, float16 or bfloat16, in double precision."""
+    """Return the sum of squares of float32, float16 or bfloat16 items in double precision."""
 
 def squared_distance(items: Buffer, others: Buffer, kind: str) -> float:
-    """Add up the squares of the differences between items in the same places."""
+    """Return the sum of squares of the differences between corresponding items."""
 
 def multiply_codes(
-    codes: Buffer,
-    codes_kind: str,
-    bits: int,
-    scales: Buffer,
-    scale_kind: str,
-    divisor: float,
-    zero_points: Buffer,
-    blocks: tuple[int, int, int],
     inputs: Buffer,
+    codes: Buffer,
     products: MutableBuffer,
+    *,
+    scales: Scales,
+    format: CodeFormat,
     threads: int,
 ) -> None:
     """Multiply float32 `inputs` by a weight in codes: int8, 8-bit floats or packed int4.
 
-    `products` has a float32 for each input and row of codes. The number of threads changes none.
+    `products` has a float32 for each input and row of codes. The result does not depend on the
+    number of threads.
     """

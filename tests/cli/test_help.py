@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import slimtensors
+from slimtensors import _core
 from slimtensors.cli import main, parser
 from slimtensors.codecs import presets
 
@@ -92,5 +93,5 @@ def test_env_prints_a_line_for_each_fact(capsys):
     assert main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["slimtensors"] == slimtensors.__version__
-    assert lines["core"] in ("avx2 code", "plain code")
+    assert lines["core"] == f"{_core.cpu()} code"
     assert "transformers" in lines["[transformers]"]

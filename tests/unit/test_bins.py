@@ -390,7 +390,7 @@ HOSTILE = {
     "too many bins": put(*head(), *[(1, 1)] * 600),
     "a drop that bins cannot bear": put(*head(drop=8), *TWO_BINS, *ONE_AND_ONE),
     "a drop with zigzag": put(*head(mapping=2, drop=1), *TWO_BINS, *ONE_AND_ONE),
-    "tables that nothing uses": put(*head(tables=1), *TWO_BINS, *ONE_AND_ONE, *ONE_AND_ONE),
+    "unused tables": put(*head(tables=1), *TWO_BINS, *ONE_AND_ONE, *ONE_AND_ONE),
     "no frequency": put(*head(), *TWO_BINS, *small(0), *small(0)),
     "frequencies beyond all": put(*head(), *TWO_BINS, *small(2 * 80), *small(0)),
     "a code below zero": put(*head(), *TWO_BINS, *small(1), *small(0)),
@@ -426,7 +426,7 @@ RAW = bytes(875)
 BAD_CHUNKS = {
     "empty": b"",
     "cut off in its states": chunk(b"", b"")[:35],
-    "fewer words than it says": chunk(b"", RAW, size=876),
+    "fewer words than its header": chunk(b"", RAW, size=876),
     "a word too many": chunk(b"\0\0", RAW),
     "too few raw bits": chunk(b"", RAW[:-1]),
     "too many raw bits": chunk(b"", RAW + b"\0"),

@@ -47,11 +47,15 @@ def test_what_rounding_lost_is_what_comparing_says_to_the_last_bit(items, dtype,
     x = torch.randn(items, generator=g).to(dtype)
     codes = torch.randint(-128, 128, (items,), generator=g, dtype=torch.int8)
     scales = torch.rand(-(-items // block), generator=g)
-    layout = as_bytes(scales), "float32", 1.0, b"", (items, block, 1)
+    layout = _core.Scales(as_bytes(scales), "float32", (items, block, 1))
     rounded, kind = torch.empty_like(x), dtype_name(dtype)
-    _core.dequantize(as_bytes(codes), "int", 8, *layout, kind, as_bytes(rounded))
+    int8 = _core.CodeFormat("int", 8)
+    _core.dequantize(as_bytes(codes), as_bytes(rounded), dtype=kind, scales=layout, format=int8)
     wanted = slow_sum((rounded.double() - x.double()).tolist()), slow_sum(x.double().tolist())
-    assert _core.rounding_loss(as_bytes(x), kind, as_bytes(codes), "int", 8, *layout) == wanted
+    found = _core.rounding_loss(
+        as_bytes(x), as_bytes(codes), dtype=kind, scales=layout, format=int8
+    )
+    assert found == wanted
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -90,9 +94,11 @@ def test_what_does_not_fit_is_refused():
         _core.squared_distance(bytes(8), bytes(4), "float32")
     for sizes in ((8, 1, 4), (8, 2, 8), (6, 2, 4)):
         items, codes, scales = map(bytes, sizes)
-        layout = scales, "float32", 1.0, b"", (2, 2, 1)
+        layout = _core.Scales(scales, "float32", (2, 2, 1))
         with pytest.raises(ValueError, match=r"items are not|codes do not|one scale"):
-            _core.rounding_loss(items, "float32", codes, "int", 8, *layout)
+            _core.rounding_loss(
+                items, codes, dtype="float32", scales=layout, format=_core.CodeFormat("int", 8)
+            )
 
 
 @pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -463,11 +464,25 @@ def test_calls_from_several_threads_run_side_by_side():
         assert set(pool.map(lambda _: _core.crc32c(data), range(16))) == {_core.crc32c(data)}
 
 
-def test_cpu_is_plain_when_the_environment_says_so():
-    if os.environ.get("SLIMTENSORS_CPU") == "plain":
-        assert _core.cpu() == "plain"
-    else:
-        assert _core.cpu() in {"avx2", "plain"}
+def best_cpu():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    if not {"avx2", "fma", "bmi1", "bmi2", "popcnt"} <= set(flags):
+        return "plain"
+    return "avx512" if "avx512f" in flags else "avx2"
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+@pytest.mark.parametrize("forced", [None, "avx2", "plain"])
+def test_cpu_is_the_best_of_the_machine_unless_the_environment_forces_a_lower_one(forced):
+    levels = ["plain", "avx2", "avx512"]
+    highest = levels.index(forced or "avx512")
+    environment = {k: v for k, v in os.environ.items() if k != "SLIMTENSORS_CPU"}
+    if forced:
+        environment["SLIMTENSORS_CPU"] = forced
+    command = [sys.executable, "-c", "from slimtensors import _core; print(_core.cpu())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == levels[min(highest, levels.index(best_cpu()))]
 
 
 def run_python(cpu, *arguments):

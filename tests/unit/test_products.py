@@ -21,17 +21,17 @@ def product(codes, kind, scale, zero, block, x, threads=1):
     out = torch.full((len(x), rows), torch.nan)
     stored = bits.pack_bits(codes, 4) if kind == "packed" else codes
     _core.multiply_codes(
-        as_bytes(stored),
-        kind,
-        4 if kind == "packed" else 8,
-        as_bytes(scale),
-        dtype_name(scale.dtype),
-        1.0,
-        NOTHING if zero is None else as_bytes(zero),
-        (columns, block, 1),
         as_bytes(x),
+        as_bytes(stored),
         as_bytes(out),
-        threads,
+        scales=_core.Scales(
+            as_bytes(scale),
+            dtype_name(scale.dtype),
+            (columns, block, 1),
+            zero_points=None if zero is None else as_bytes(zero),
+        ),
+        format=_core.CodeFormat(kind, 4 if kind == "packed" else 8),
+        threads=threads,
     )
     return out
 
@@ -94,8 +94,8 @@ def test_every_8_bit_float_is_its_number(code):
     ("change", "why"),
     [
         ({"codes": NOTHING.new_zeros(63)}, "whole rows"),
-        ({"scales": NOTHING.new_zeros(4)}, "one scale per block"),
-        ({"scale_kind": "float8_e4m3fn"}, "scales must be"),
+        ({"values": NOTHING.new_zeros(4)}, "one scale per block"),
+        ({"dtype": "float8_e4m3fn"}, "scales must be"),
         ({"zero_points": NOTHING.new_zeros(3)}, "one zero point"),
         ({"blocks": (32, 32, 2)}, "one row high"),
         ({"blocks": (32, 0, 1)}, "one row high"),
@@ -103,29 +103,33 @@ def test_every_8_bit_float_is_its_number(code):
         ({"blocks": (2**63, 1, 1)}, "too long"),
         ({"inputs": NOTHING.new_zeros(100)}, "whole rows"),
         ({"products": NOTHING.new_zeros(4)}, "one product"),
-        ({"codes_kind": "packed", "bits": 3}, "codes must be"),
-        ({"codes_kind": "packed", "bits": 4, "blocks": (32, 3, 1)}, "two blocks"),
-        ({"codes_kind": "fp4", "bits": 4}, "codes must be"),
-        ({"codes_kind": "fp8", "zero_points": NOTHING.new_zeros(2)}, "no zero points"),
+        ({"kind": "packed", "bits": 3}, "codes must be"),
+        ({"kind": "packed", "bits": 4, "blocks": (32, 3, 1)}, "two blocks"),
+        ({"kind": "fp4", "bits": 4}, "codes must be"),
+        ({"kind": "fp8", "zero_points": NOTHING.new_zeros(2)}, "no zero points"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, why):
     fitting = {
         "codes": NOTHING.new_zeros(64),
-        "codes_kind": "int",
+        "kind": "int",
         "bits": 8,
-        "scales": NOTHING.new_zeros(8),
-        "scale_kind": "float32",
-        "divisor": 1.0,
+        "values": NOTHING.new_zeros(8),
+        "dtype": "float32",
         "zero_points": NOTHING,
         "blocks": (32, 32, 1),
         "inputs": NOTHING.new_zeros(128),
         "products": NOTHING.new_zeros(8),
-        "threads": 1,
     }
-    _core.multiply_codes(**fitting)
+    multiply(**fitting)
     with pytest.raises(ValueError, match=why):
-        _core.multiply_codes(**fitting | change)
+        multiply(**fitting | change)
+
+
+def multiply(inputs, codes, products, kind, bits, values, dtype, blocks, zero_points):
+    scales = _core.Scales(values, dtype, blocks, zero_points=zero_points)
+    code_format = _core.CodeFormat(kind, bits)
+    _core.multiply_codes(inputs, codes, products, scales=scales, format=code_format, threads=1)
 
 
 @pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")

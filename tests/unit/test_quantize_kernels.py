@@ -16,7 +16,6 @@ from slimtensors.quantization import QuantizationArgs
 from slimtensors.quantization.affine import Params, dequantize, quantize
 from slimtensors.tensor import as_bytes, dtype_name
 
-NONE = torch.empty(0, dtype=torch.uint8)
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 WORDS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 relaxed = settings(deadline=None, max_examples=60)
@@ -102,10 +101,15 @@ def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed,
     wanted = quantize(x, params, args)
     packed = wanted[:, ::2] | wanted[:, 1::2] << 4 if name == "fp4" else wanted
     codes, guards = framed(packed.numel())
-    zeros = NONE if zero is None else as_bytes(zero)
-    scales = (as_bytes(scale), dtype_name(scale_dtype), 1.0, zeros, (row, group, 1))
+    zeros = None if zero is None else as_bytes(zero)
+    layout = {
+        "scales": _core.Scales(
+            as_bytes(scale), dtype_name(scale_dtype), (row, group, 1), zero_points=zeros
+        ),
+        "format": _core.CodeFormat(name, bits),
+    }
     found = _core.quantize(
-        as_bytes(x), dtype_name(dtype), dtype_name(scale_dtype), *scales, name, bits, codes
+        as_bytes(x), codes, dtype=dtype_name(dtype), compute_dtype=dtype_name(scale_dtype), **layout
     )
     assert found
     assert same_bits(codes, as_bytes(packed))
@@ -114,7 +118,7 @@ def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed,
     finite = torch.isfinite(dense)
     if scale_dtype is dtype:
         out, guards = framed(x.nbytes)
-        _core.dequantize(codes, name, bits, *scales, dtype_name(dtype), out)
+        _core.dequantize(codes, out, dtype=dtype_name(dtype), **layout)
         back = out.clone().view(dtype).view(rows, row)
         assert same_bits(back[finite], dense[finite])
         assert torch.equal(torch.isnan(back), torch.isnan(dense))
@@ -141,64 +145,84 @@ def test_what_is_not_finite_shows(dtype, bad):
     _core.find_ranges(as_bytes(x), dtype_name(dtype), 77, 77, as_bytes(low), as_bytes(high))
     assert not (torch.isfinite(low) and torch.isfinite(high))
     name, codes = dtype_name(dtype), torch.empty(77, dtype=torch.uint8)
-    scale = (as_bytes(torch.ones(1, dtype=dtype)), name, 1.0, NONE, (77, 77, 1))
-    assert not _core.quantize(as_bytes(x), name, name, *scale, "int", 8, codes)
+    scales = _core.Scales(as_bytes(torch.ones(1, dtype=dtype)), name, (77, 77, 1))
+    int8 = _core.CodeFormat("int", 8)
+    assert not _core.quantize(
+        as_bytes(x), codes, dtype=name, compute_dtype=name, scales=scales, format=int8
+    )
 
 
 def test_every_small_float_is_read_as_torch_reads_it():
     every = torch.arange(256).to(torch.uint8)
-    one = (as_bytes(torch.ones(1)), "float32", 1.0, NONE, (256, 256, 1))
+    one = _core.Scales(as_bytes(torch.ones(1)), "float32", (256, 256, 1))
     out = torch.empty(256)
-    _core.dequantize(every, "fp8", 8, *one, "float32", as_bytes(out))
+    fp8, int8 = _core.CodeFormat("fp8", 8), _core.CodeFormat("int", 8)
+    _core.dequantize(every, as_bytes(out), dtype="float32", scales=one, format=fp8)
     wanted = every.view(torch.float8_e4m3fn).float()
     number = ~torch.isnan(wanted)
     assert same_bits(out[number], wanted[number])
     assert torch.isnan(out[~number]).all()
     codes = torch.full((256,), 4, dtype=torch.int8)
     for kind in ("float8_e4m3fn", "float8_e8m0fnu"):
-        scales = (every, kind, 1.0, NONE, (256, 1, 1))
-        _core.dequantize(as_bytes(codes), "int", 8, *scales, "float32", as_bytes(out))
+        scales = _core.Scales(every, kind, (256, 1, 1))
+        _core.dequantize(
+            as_bytes(codes), as_bytes(out), dtype="float32", scales=scales, format=int8
+        )
         scale = every.view(getattr(torch, kind)).float()
         if kind == "float8_e8m0fnu":
             scale[255] = torch.inf  # as compressed-tensors has it; the standard says NaN
         assert torch.equal((4 * scale)[number], out[number])
 
 
-BLOCKS = (8, 8, 1)
-GOOD = (bytes(16), "float16", "float16", bytes(2), "float16", 1.0, b"", BLOCKS, "int", 8)
+GOOD = {
+    "items": bytes(16),
+    "dtype": "float16",
+    "values": bytes(2),
+    "zero_points": b"",
+    "blocks": (8, 8, 1),
+    "kind": "int",
+    "bits": 8,
+}
+
+
+def quantize_float16(codes, items, dtype, values, zero_points, blocks, kind, bits):
+    scales = _core.Scales(values, "float16", blocks, zero_points=zero_points)
+    code_format = _core.CodeFormat(kind, bits)
+    _core.quantize(
+        items, codes, dtype=dtype, compute_dtype="float16", scales=scales, format=code_format
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({0: bytes(15)}, "whole rows"),
-        ({1: "float64"}, "unknown kind of numbers"),
-        ({1: "float8_e4m3fn"}, "items must be"),
-        ({3: bytes(4)}, "one scale per block"),
-        ({6: bytes(2)}, "one zero point"),
-        ({7: (0, 8, 1)}, "empty"),
-        ({7: (8, 0, 1)}, "empty"),
-        ({7: (8, 8, 0)}, "empty"),
-        ({7: (1 << 62, 8, 1)}, "whole rows"),
-        ({8: "fp3"}, "unknown kind of codes"),
-        ({9: 9}, "1 to 8 bits"),
-        ({8: "packed", 9: 3}, "size of their items"),
+        ({"items": bytes(15)}, "whole rows"),
+        ({"dtype": "float64"}, "unknown float type"),
+        ({"dtype": "float8_e4m3fn"}, "items must be"),
+        ({"values": bytes(4)}, "one scale per block"),
+        ({"zero_points": bytes(2)}, "one zero point"),
+        ({"blocks": (0, 8, 1)}, "empty"),
+        ({"blocks": (8, 0, 1)}, "empty"),
+        ({"blocks": (8, 8, 0)}, "empty"),
+        ({"blocks": (1 << 62, 8, 1)}, "whole rows"),
+        ({"kind": "fp3"}, "unknown code format"),
+        ({"bits": 9}, "1 to 8 bits"),
+        ({"kind": "packed", "bits": 3}, "size of their items"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(change, said):
     codes = bytearray(b"x" * 8)
-    arguments = [change.get(i, value) for i, value in enumerate(GOOD)]
     with pytest.raises(ValueError, match=said):
-        _core.quantize(*arguments, codes)
+        quantize_float16(codes, **GOOD | change)
     assert codes == b"x" * 8
 
 
 def test_rows_of_odd_length_hold_no_pairs():
     with pytest.raises(ValueError, match="pairs"):
-        _core.quantize(
-            bytes(6), "float16", "float16", bytes(2), "float16", 1.0, b"", (3, 3, 1), "fp4", 4,
+        quantize_float16(
             bytearray(1),
-        )  # fmt: skip
+            **GOOD | {"items": bytes(6), "blocks": (3, 3, 1), "kind": "fp4", "bits": 4},
+        )
 
 
 @pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")

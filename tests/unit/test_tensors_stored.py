@@ -182,7 +182,7 @@ def test_another_instruction_set_gives_the_same_results(tmp_path):
     for name, ours, onednn in (("default", "plain", "SSE41"), ("avx2", "avx2", "AVX2")):
         env = {**os.environ, "ATEN_CPU_CAPABILITY": name, "SLIMTENSORS_CPU": ours}
         env["ONEDNN_MAX_CPU_ISA"] = onednn
-        if ours == "avx2" and slimtensors._core.cpu() != "avx2":
+        if ours == "avx2" and slimtensors._core.cpu() == "plain":
             pytest.skip("this machine has one instruction set")
         command = [sys.executable, "-c", RUN, str(tmp_path / "file"), str(tmp_path / name)]
         subprocess.run(command, check=True, env=env)

@@ -65,7 +65,7 @@ class Bins:
         count = items.numel() // kind.size
         labels = empty_bytes(ceil_div(count, min(widths, default=count or 1)))
         model = empty_bytes(_core.bins_model_bound(widths))
-        model = model[: _core.bins_fit(items, *kind.known, widths, labels, model)]
+        model = model[: _core.bins_fit(items, kind.known, widths, labels, model)]
         chunks = ceil_div(count, _CHUNK)
         groups = chunk_groups(chunks, _GROUP)
         rows = empty_bytes(_ROW * chunks)
@@ -76,14 +76,14 @@ class Bins:
             data = allocate(Spec(torch.uint8, (piece.numel(),)))
             first = some.start * _CHUNK
             row = rows[scale_slice(some, _ROW)]
-            used = _core.bins_encode(piece, *kind.known, first, labels, model, row, data)
+            used = _core.bins_encode(piece, kind.known, first, labels, model, row, data)
             return data[:used]
 
         pieces = each(one, len(groups))
         if sum(piece.numel() for piece in pieces) + model.numel() > items.numel():
             model, pieces = model[:0], [items]
             _core.bins_encode(
-                items, *kind.known, 0, labels, model, rows, empty_bytes(items.numel())
+                items, kind.known, 0, labels, model, rows, empty_bytes(items.numel())
             )
         head = np.frombuffer(_HEAD.pack(model.numel()), np.uint8)
         return {"stream": concatenate([torch.from_numpy(head.copy()), model, rows, *pieces])}
@@ -131,8 +131,10 @@ class _Kind:
     is_signed: bool
 
     @property
-    def known(self) -> tuple[int, int, bool]:
-        return self.size, self.exponent_bits, self.is_signed
+    def known(self) -> _core.ItemType:
+        return _core.ItemType(
+            itemsize=self.size, exponent_bits=self.exponent_bits, is_signed=self.is_signed
+        )
 
 
 _EXPONENT_BITS = {8: 11, 4: 8, 2: 5}

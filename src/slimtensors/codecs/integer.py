@@ -22,7 +22,6 @@ from slimtensors.tensor import (
     relative_distance,
 )
 
-_NO_ZEROS = torch.empty(0, dtype=torch.uint8)
 _PIECE = 1 << 20
 """Items per piece of work: enough to be worth a thread."""
 
@@ -78,16 +77,11 @@ class Int:
             columns = pieces[i].shape[1]
             _core.quantize(
                 as_bytes(pieces[i]),
-                kind,
-                "float32",
-                as_bytes(scales[i]),
-                "float32",
-                1.0,
-                _NO_ZEROS,
-                (columns, columns, 1),
-                "int",
-                self.bits,
                 as_bytes(codes[i]),
+                dtype=kind,
+                compute_dtype="float32",
+                scales=_core.Scales(as_bytes(scales[i]), "float32", (columns, columns, 1)),
+                format=_core.CodeFormat("int", self.bits),
             )
 
         each(round_off, len(pieces))
@@ -111,15 +105,10 @@ class Int:
             columns = codes[i].shape[1]
             _core.dequantize(
                 as_bytes(codes[i]),
-                "int",
-                8,
-                as_bytes(scales[i]),
-                "float32",
-                1.0,
-                _NO_ZEROS,
-                (columns, columns, 1),
-                dtype_name(like.dtype),
                 as_bytes(items[i]),
+                dtype=dtype_name(like.dtype),
+                scales=_core.Scales(as_bytes(scales[i]), "float32", (columns, columns, 1)),
+                format=_core.CodeFormat("int", 8),
             )
 
         each(multiply, len(codes))
@@ -153,7 +142,7 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 _LARGEST = 127
-_NO_ZERO_POINTS = empty_bytes(0)
+_INT8 = _core.CodeFormat("int", 8)
 _BLOCK_PIECE = 1 << 18
 """Items per piece of work: enough to be worth a thread, few enough to stay in a cache."""
 
@@ -197,12 +186,11 @@ class IntBlocks:
             mine.copy_(largest.clamp_(min=torch.finfo(torch.float32).tiny))
             _core.quantize(
                 as_bytes(part),
-                dtype_name(part.dtype),
-                "float32",
-                *self._layout(mine, part.numel()),
-                "int",
-                8,
                 as_bytes(q[_piece(i)]),
+                dtype=dtype_name(part.dtype),
+                compute_dtype="float32",
+                scales=self._layout(mine, part.numel()),
+                format=_INT8,
             )
 
         each(one, ceil_div(items.numel(), _BLOCK_PIECE))
@@ -222,11 +210,10 @@ class IntBlocks:
             part = codes[_piece(i)]
             _core.dequantize(
                 as_bytes(part),
-                "int",
-                8,
-                *self._layout(scale[self._scales(i)], part.numel()),
-                dtype_name(out.dtype),
                 as_bytes(items[_piece(i)]),
+                dtype=dtype_name(out.dtype),
+                scales=self._layout(scale[self._scales(i)], part.numel()),
+                format=_INT8,
             )
 
         each(one, ceil_div(like.numel, _BLOCK_PIECE))
@@ -238,11 +225,10 @@ class IntBlocks:
             return relative_distance(self.decode(parts, Spec.of(x)), x)
         distance, whole = _core.rounding_loss(
             as_bytes(x),
-            dtype_name(x.dtype),
             as_bytes(parts["q"]),
-            "int",
-            8,
-            *self._layout(parts["scale"], x.numel()),
+            dtype=dtype_name(x.dtype),
+            scales=self._layout(parts["scale"], x.numel()),
+            format=_INT8,
         )
         return math.sqrt(distance) / math.sqrt(whole) if whole else 0.0
 
@@ -252,11 +238,9 @@ class IntBlocks:
     def _scales(self, piece: int) -> slice:
         return slice(piece * _BLOCK_PIECE // self.block, (piece + 1) * _BLOCK_PIECE // self.block)
 
-    def _layout(
-        self, scale: Tensor, items: int
-    ) -> tuple[Tensor, str, float, Tensor, tuple[int, int, int]]:
-        """Return what the core wants to know of scales: here a piece is one row."""
-        return as_bytes(scale), "float32", 1.0, _NO_ZERO_POINTS, (items, self.block, 1)
+    def _layout(self, scale: Tensor, items: int) -> _core.Scales:
+        """Return the scales of a piece, which is a single row."""
+        return _core.Scales(as_bytes(scale), "float32", (items, self.block, 1))
 
 
 def largest_in_blocks(x: Tensor, block: int) -> Tensor:

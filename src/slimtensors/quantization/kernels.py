@@ -105,12 +105,11 @@ def compress(
     def work(piece: _Piece) -> bool:
         return _core.quantize(
             as_bytes(piece.items),
-            dtype_name(weight.dtype),
-            dtype_name(steps),
-            *piece.scales(),
-            kind,
-            args.num_bits,
             as_bytes(piece.codes),
+            dtype=dtype_name(weight.dtype),
+            compute_dtype=dtype_name(steps),
+            scales=piece.scales(),
+            format=_core.CodeFormat(kind, args.num_bits),
         )
 
     if not all(_each_piece(work, weight, out, params, args, each)):
@@ -155,11 +154,10 @@ def decompress(
     def work(piece: _Piece) -> None:
         _core.dequantize(
             as_bytes(piece.codes),
-            kind,
-            args.num_bits,
-            *piece.scales(),
-            dtype_name(dtype),
             as_bytes(piece.items),
+            dtype=dtype_name(dtype),
+            scales=piece.scales(),
+            format=_core.CodeFormat(kind, args.num_bits),
         )
 
     _each_piece(work, out, stored, params, args, each)
@@ -220,15 +218,15 @@ class _Piece:
     params: Params
     blocks: tuple[int, int, int]
 
-    def scales(self) -> tuple[Tensor, str, float, Tensor, tuple[int, int, int]]:
-        """Return what the core wants to know of the params."""
+    def scales(self) -> _core.Scales:
+        """Return the params as the core takes them."""
         scale, zero, whole = self.params.scale, self.params.zero_point, self.params.global_scale
-        return (
+        return _core.Scales(
             as_bytes(scale),
             _SCALES[scale.dtype],
-            1.0 if whole is None else float(whole),
-            torch.empty(0, dtype=torch.uint8) if zero is None else as_bytes(zero),
             self.blocks,
+            divisor=1.0 if whole is None else float(whole),
+            zero_points=None if zero is None else as_bytes(zero),
         )
 
 

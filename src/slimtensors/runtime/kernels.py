@@ -34,8 +34,11 @@ _PIECE = 1 << 18
 _RUN = 32
 """Packed codes that must share a scale for our kernel to be fast."""
 
-_KINDS = {torch.int8: ("int", 8), torch.float8_e4m3fn: ("fp8", 8), torch.int32: ("packed", 4)}
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_FORMATS = {
+    torch.int8: _core.CodeFormat("int", 8),
+    torch.float8_e4m3fn: _core.CodeFormat("fp8", 8),
+    torch.int32: _core.CodeFormat("packed", 4),
+}
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,17 @@ class Kernels:
 
     def _multiplied(self, x: Tensor, given: "_CodesAndScales") -> Tensor:
         count, rows, zero = x.shape[0], self.codes.shape[0], self.zero_point
+        codes, scale, dtype = given
         out = torch.empty(count, rows, dtype=torch.float32)
         threads = min(torch.get_num_threads(), rows * x.shape[1] // _WORTH_THREADS)
+        zeros = None if zero is None else as_bytes(zero.to(torch.int8))
         _core.multiply_codes(
-            *given,
-            1.0,
-            _NOTHING if zero is None else as_bytes(zero.to(torch.int8)),
-            self.blocks,
             as_bytes(x.float()),
+            codes,
             as_bytes(out),
-            max(1, threads),
+            scales=_core.Scales(scale, dtype, self.blocks, zero_points=zeros),
+            format=_FORMATS[self.codes.dtype],
+            threads=max(1, threads),
         )
         return out.to(x.dtype)
 
@@ -108,8 +112,8 @@ def _is_for_torch(codes: Tensor, params: Params, args: QuantizationArgs) -> bool
     return by_row and kinds and aligned
 
 
-_CodesAndScales = tuple[Tensor, str, int, Tensor, str]
-"""The bytes of codes with their kind and bits, the bytes of scales with their kind."""
+_CodesAndScales = tuple[Tensor, Tensor, str]
+"""The bytes of codes, the bytes of scales and their dtype."""
 
 
 def _for_core(codes: Tensor, params: Params, args: QuantizationArgs) -> _CodesAndScales | None:
@@ -125,7 +129,7 @@ def _for_core(codes: Tensor, params: Params, args: QuantizationArgs) -> _CodesAn
     if params.scale.dtype not in KERNEL_FLOATS:
         return None
     scale = params.scale
-    return as_bytes(codes), *_KINDS[codes.dtype], as_bytes(scale), dtype_name(scale.dtype)
+    return as_bytes(codes), as_bytes(scale), dtype_name(scale.dtype)
 
 
 @cache

@@ -1,1 +1,0 @@
-#include "bitmask/groups_plain.h"

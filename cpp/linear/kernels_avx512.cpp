@@ -1,1 +1,0 @@
-#include "linear/vector_avx512.h"
