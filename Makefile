@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
+CPP := $(wildcard cpp/*/*.h cpp/*/*.cpp)
 
 .PHONY: demo test lint docs bench clean
 .DELETE_ON_ERROR:
@@ -16,6 +17,7 @@ test: $(VENV)/developing lint
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
 docs: $(VENV)/developing
