@@ -342,6 +342,7 @@ void bind_quantize(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+    nb::set_leak_warnings(false);  // modules keep CodeFormat constants until the process exits
     bind_core(m);
     bind_bitmask(m);
     bind_masks(m);
