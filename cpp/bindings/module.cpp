@@ -277,11 +277,11 @@ void bind_quantize(nb::module_& m) {
 
     m.def(
         "find_ranges",
-        [](const In& items, std::string_view kind, std::size_t row, std::size_t columns, const Out& low,
+        [](const In& items, std::string_view dtype, std::size_t row, std::size_t columns, const Out& low,
            const Out& high) {
-            quantize::find_ranges(items.bytes, parse_float_type(kind), row, columns, low.bytes, high.bytes);
+            quantize::find_ranges(items.bytes, parse_float_type(dtype), row, columns, low.bytes, high.bytes);
         },
-        "items"_a, "kind"_a, "row"_a, "columns"_a, "low"_a, "high"_a, NoGil());
+        "items"_a, "dtype"_a, "row"_a, "columns"_a, "low"_a, "high"_a, NoGil());
     m.def(
         "quantize",
         [](const In& items, const Out& codes, std::string_view dtype, std::string_view compute_dtype,
@@ -327,16 +327,16 @@ void bind_quantize(nb::module_& m) {
         "words"_a, "bits"_a, "row"_a, "codes"_a, NoGil());
     m.def(
         "sum_of_squares",
-        [](const In& items, std::string_view kind) {
-            return quantize::sum_of_squares(items.bytes, parse_float_type(kind));
+        [](const In& items, std::string_view dtype) {
+            return quantize::sum_of_squares(items.bytes, parse_float_type(dtype));
         },
-        "items"_a, "kind"_a, NoGil());
+        "items"_a, "dtype"_a, NoGil());
     m.def(
         "squared_distance",
-        [](const In& items, const In& others, std::string_view kind) {
-            return quantize::squared_distance(items.bytes, others.bytes, parse_float_type(kind));
+        [](const In& items, const In& others, std::string_view dtype) {
+            return quantize::squared_distance(items.bytes, others.bytes, parse_float_type(dtype));
         },
-        "items"_a, "others"_a, "kind"_a, NoGil());
+        "items"_a, "others"_a, "dtype"_a, NoGil());
 }
 
 }  // namespace

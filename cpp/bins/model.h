@@ -47,7 +47,7 @@ struct Model {
     std::vector<std::uint8_t> columns;  // `width` labels
 };
 
-// Decode a stored frequency: exact below 16, then eight steps per doubling. FrequencyCodes are 0 to
+// Decode a stored frequency: exact below 16, then eight steps per doubling. Codes are 0 to
 // `max_code`.
 constexpr std::uint32_t frequency_of(unsigned code) {
     return code < 8 ? code : (8 + (code & 7)) << ((code >> 3) - 1);

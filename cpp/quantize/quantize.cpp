@@ -66,7 +66,8 @@ class Matrix {
         const std::size_t row = blocks.row;
         check(row != 0 && blocks.columns != 0 && blocks.rows != 0, "rows and blocks must not be empty");
         check(row <= max_items && item_bytes % (row * itemsize) == 0, "items are not whole rows");
-        check(format.kind != CodeFormat::fp4 || row % 2 == 0, "4-bit floats come in pairs");
+        check(format.kind != CodeFormat::fp4 || row % 2 == 0,
+              "rows of 4-bit floats must have an even number of items");
         rows_ = item_bytes / (row * itemsize);
         check(code_bytes == rows_ * row_bytes(format, row), "codes do not match the size of their items");
         across_ = ceil_div(row, blocks.columns);

@@ -246,11 +246,11 @@ def density_decode(
     """Undo `density_encode`. Most invalid data raises ValueError; `mask` is then unspecified."""
 
 def find_ranges(
-    items: Buffer, kind: str, row: int, columns: int, low: MutableBuffer, high: MutableBuffer
+    items: Buffer, dtype: str, row: int, columns: int, low: MutableBuffer, high: MutableBuffer
 ) -> None:
     """Write the minimum and maximum of every run of `columns` items of a row.
 
-    `kind` is a dtype name: float32, float16 or bfloat16. Infinity and NaN compare beyond all
+    `dtype` is float32, float16 or bfloat16. Infinity and NaN compare beyond all
     numbers.
     """
 
@@ -313,10 +313,10 @@ def pack_codes(codes: Buffer, bits: int, row: int, words: MutableBuffer) -> None
 def unpack_codes(words: Buffer, bits: int, row: int, codes: MutableBuffer) -> None:
     """Undo `pack_codes`; bits past the end of a row are ignored."""
 
-def sum_of_squares(items: Buffer, kind: str) -> float:
+def sum_of_squares(items: Buffer, dtype: str) -> float:
     """Return the sum of squares of float32, float16 or bfloat16 items in double precision."""
 
-def squared_distance(items: Buffer, others: Buffer, kind: str) -> float:
+def squared_distance(items: Buffer, others: Buffer, dtype: str) -> float:
     """Return the sum of squares of the differences between corresponding items."""
 
 def multiply_codes(
