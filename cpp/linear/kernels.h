@@ -7,10 +7,10 @@ namespace slimtensors::linear {
 constexpr unsigned panel_rows = 6;           // times the inputs per call: as many sums as there are registers
 constexpr unsigned max_inputs = 4;           // per call, of any instruction set
 constexpr std::size_t piece_columns = 1024;  // a panel of this width, as floats, fits into the L1 cache
-constexpr std::size_t column_multiple =
-    32;  // two of the widest vectors; pieces are padded with zeros to this
-constexpr std::size_t row_stride =
-    piece_columns + 16;  // of a panel; powers of two would cause cache conflicts
+// Two of the widest vectors; pieces are padded with zeros to a multiple of this.
+constexpr std::size_t column_multiple = 32;
+// Distance of the rows of a panel; a power of two would cause cache conflicts.
+constexpr std::size_t row_stride = piece_columns + 16;
 
 // The codes of one row represent `(code - zero) * scale`, with one zero and one scale per block of columns.
 // 4-bit codes count from 0; 8-bit floats have no zeros.

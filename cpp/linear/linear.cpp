@@ -18,8 +18,8 @@ using quantize::Scales;
 constexpr KernelTable<Kernels> kernels{
     .plain = &plain::kernels, .avx2 = SLIM_X86(&avx2::kernels), .avx512 = SLIM_X86(&avx512::kernels)};
 
-constexpr std::size_t max_direct_groups =
-    2;  // of inputs; for more, decoding once is faster than rereading codes
+// Up to this many groups of inputs, decoding the codes for every group is faster than storing them as floats.
+constexpr std::size_t max_direct_groups = 2;
 constexpr std::size_t inputs_per_pass = 64;  // inputs that stay in the cache while all rows are multiplied
 
 template <class Float>
@@ -46,8 +46,8 @@ struct Product {
     std::size_t columns, block, across, rows, stride, count;
     float* products;
     const Kernels& loops = kernels.active();
-    std::size_t padded =
-        ceil_div(columns, column_multiple) * column_multiple + 16;   // never a power of two, like row_stride
+    // Never a power of two, like row_stride.
+    std::size_t padded = ceil_div(columns, column_multiple) * column_multiple + 16;
     std::vector<float> inputs = std::vector<float>(count * padded);  // each padded with zeros
 
     void copy_inputs(Bytes input_data) {
