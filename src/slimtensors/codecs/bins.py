@@ -82,9 +82,7 @@ class Bins:
         pieces = each(one, len(groups))
         if sum(piece.numel() for piece in pieces) + model.numel() > items.numel():
             model, pieces = model[:0], [items]
-            _core.bins_encode(
-                items, kind.known, 0, labels, model, rows, empty_bytes(items.numel())
-            )
+            _core.bins_encode(items, kind.known, 0, labels, model, rows, empty_bytes(items.numel()))
         head = np.frombuffer(_HEAD.pack(model.numel()), np.uint8)
         return {"stream": concatenate([torch.from_numpy(head.copy()), model, rows, *pieces])}
 

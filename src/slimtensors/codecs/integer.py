@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.protocol import empty_bytes, register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import (
