@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.inputs import without_padding
+from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.quantization.state import quantization_of
 from slimtensors.recipe import (
     AWQ,
@@ -143,7 +143,7 @@ def test_all_that_belongs_to_a_token_goes_with_it():
     count, width = batch["input_ids"].shape
     places = torch.arange(width).expand(count, width)
     more = {"position_ids": places, "label": torch.arange(count), "scale": 2.0}
-    short, long = without_padding(nn.Linear(1, 1), [{**batch, **more}])
+    short, long = remove_padding(nn.Linear(1, 1), [{**batch, **more}])
     assert torch.equal(long["input_ids"], torch.stack([rows()[0], rows()[2]]))
     assert torch.equal(short["position_ids"], places[:1, -5:])
     assert long["label"].tolist() == [0, 2]
@@ -155,23 +155,23 @@ def test_all_that_belongs_to_a_token_goes_with_it():
 def test_what_has_no_padding_stays_as_it_is():
     full = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
     given = [full, torch.ones(2, 3), [torch.ones(2, 3)], {"x": torch.ones(2)}]
-    found = without_padding(nn.Linear(1, 1), given)
+    found = remove_padding(nn.Linear(1, 1), given)
     assert all(a is b for a, b in zip(found, given, strict=True))
     decoding = [padded("right") | {"decoder_input_ids": torch.ones(3, 18)}]
-    assert without_padding(MODELS["t5"][0](), decoding)[0] is decoding[0]
+    assert remove_padding(MODELS["t5"][0](), decoding)[0] is decoding[0]
 
 
 def test_a_batch_that_cannot_be_taken_apart_is_refused():
     patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
     with pytest.raises(ConfigError, match="pixel_values has 8 rows where attention_mask has 3"):
-        without_padding(nn.Linear(1, 1), [patches])
+        remove_padding(nn.Linear(1, 1), [patches])
 
 
 def test_a_sample_alone_may_have_more_than_tokens():
     whole = padded("right")
     alone = {name: x[1:2] for name, x in whole.items()}
     more = {"pixel_values": torch.ones(8, 3), "grid": torch.ones(1, 3), "label": torch.ones(1)}
-    (found,) = without_padding(nn.Linear(1, 1), [alone | more])
+    (found,) = remove_padding(nn.Linear(1, 1), [alone | more])
     assert torch.equal(found["input_ids"], plain()[0]["input_ids"])
     assert all(found[name] is x for name, x in more.items())
 
@@ -179,7 +179,7 @@ def test_a_sample_alone_may_have_more_than_tokens():
 def test_what_all_rows_share_is_cut_for_each():
     batch = padded("left")
     places = torch.arange(batch["input_ids"].shape[1])
-    short, long = without_padding(nn.Linear(1, 1), [batch | {"position_ids": places[None]}])
+    short, long = remove_padding(nn.Linear(1, 1), [batch | {"position_ids": places[None]}])
     assert torch.equal(short["position_ids"], places[None, -5:])
     assert torch.equal(long["position_ids"], places[-9:].expand(2, 9))
 
@@ -187,5 +187,5 @@ def test_what_all_rows_share_is_cut_for_each():
 def test_a_mask_that_leaves_nothing_is_refused():
     nothing = {"input_ids": torch.ones(2, 3), "attention_mask": torch.zeros(2, 3)}
     with pytest.raises(ConfigError, match="attention_mask leaves out every token"):
-        without_padding(nn.Linear(1, 1), [nothing])
-    assert len(without_padding(nn.Linear(1, 1), [nothing, *plain()])) == 2
+        remove_padding(nn.Linear(1, 1), [nothing])
+    assert len(remove_padding(nn.Linear(1, 1), [nothing, *plain()])) == 2

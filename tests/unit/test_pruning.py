@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from slimtensors.errors import ConfigError, MismatchError, StatusError
 from slimtensors.layerwise.allocation import by_outliers, find_layers, per_block, per_target
 from slimtensors.layerwise.hessian import Hessian, output_error
-from slimtensors.layerwise.inputs import layers_of
+from slimtensors.layerwise.inputs import collect_layers
 from slimtensors.layerwise.prune import (
     Magnitude,
     PruningTarget,
@@ -215,7 +215,7 @@ def test_what_another_run_quantized_is_refused():
     config = QuantizationConfig.preset("W8A8", ignore=["lm_head"])
     config.quantization_status = "frozen"
     apply_quantization_config(model, config)
-    with pytest.raises(StatusError, match="not by this run"):
+    with pytest.raises(StatusError, match="quantized by an earlier run"):
         prune_model(model, {"model.layers.0.mlp.up_proj": 0.5}, method=Magnitude())
 
 
@@ -241,14 +241,14 @@ def test_a_run_goes_on_after_the_last_finished_layer(tmp_path):
         assert all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
         )
-    with pytest.raises(MismatchError, match="another config"):
+    with pytest.raises(MismatchError, match="started with a different config"):
         prune_model(dense, shares, folder=tmp_path, method=Wanda(), calibration=data)
 
 
 def test_a_hessian_that_tells_nothing_is_fallen_back_from():
     model = llama()
     name = "model.layers.0.mlp.up_proj"
-    layer = layers_of(model)[name]
+    layer = collect_layers(model)[name]
     bad = Hessian(32)
     bad.add(random(4, 32))
     bad._sum = 2 * torch.eye(32) - torch.ones(32, 32)
@@ -280,12 +280,12 @@ def test_targets_are_layers_modules_classes_weights_or_patterns():
         "model.layers.0.mlp.up_proj"
     ]
     assert len(find_layers(model, ["re:.*q_proj.weight$"], [])) == 3
-    with pytest.raises(ConfigError, match=r"'re:\.\*nothing' fits no layer"):
+    with pytest.raises(ConfigError, match=r"'re:\.\*nothing' matches no prunable layer"):
         find_layers(model, ["Linear", "re:.*nothing"], [])
     with pytest.raises(ConfigError, match="are ignored"):
         find_layers(model, ["lm_head"], ["lm_head"])
     tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
-    with pytest.raises(ConfigError, match="lm_head: shares its weight"):
+    with pytest.raises(ConfigError, match="lm_head: tied weights"):
         find_layers(tied, ["Linear"], [])
 
 
@@ -297,15 +297,15 @@ def test_shares_may_differ_by_block_and_by_target():
     assert shares["model.layers.0.self_attn.q_proj"] == 0.5
     assert shares["model.layers.1.mlp.up_proj"] == 0.7
     assert shares["model.layers.0.mlp.up_proj"] == 0
-    with pytest.raises(ConfigError, match="2 sparsities for 3 blocks"):
+    with pytest.raises(ConfigError, match=r"one sparsity per block \(3\), got 2"):
         per_block(model, layers, [0.1, 0.2])
-    with pytest.raises(ConfigError, match="lm_head: lies in no block"):
+    with pytest.raises(ConfigError, match="lm_head: outside of the repeated blocks"):
         per_block(model, find_layers(model, ["Linear"], []), [0.1, 0.2, 0.3])
-    with pytest.raises(ConfigError, match="no sparsity is given"):
+    with pytest.raises(ConfigError, match="no sparsity matches"):
         per_target(layers, {"re:.*mlp": 0.7})
-    with pytest.raises(ConfigError, match="both give it"):
+    with pytest.raises(ConfigError, match="conflicting sparsities"):
         per_target(layers, {"Linear": 0.5, "re:.*mlp": 0.7, "re:.*up_proj": 0.6})
-    with pytest.raises(ConfigError, match=r"'re:\.\*mlb': fits no layer"):
+    with pytest.raises(ConfigError, match=r"'re:\.\*mlb': matches no layer"):
         per_target(layers, {"Linear": 0.5, "re:.*mlb": 0.7})
 
 
@@ -324,11 +324,11 @@ def test_blocks_with_outliers_keep_more():
 
 
 def test_what_cannot_be_pruned_is_refused():
-    with pytest.raises(ConfigError, match="whole groups"):
+    with pytest.raises(ConfigError, match="do not divide into groups"):
         sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Groups(2, 4))
-    with pytest.raises(ConfigError, match="not made of blocks"):
+    with pytest.raises(ConfigError, match="does not divide into blocks"):
         sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Blocks(3, 3))
-    with pytest.raises(ConfigError, match="a Hessian of"):
+    with pytest.raises(ConfigError, match="expected a finite Hessian"):
         sparsegpt(random(4, 6), torch.eye(5), 0.5)
     model = llama()
     with pytest.raises(ConfigError, match="needs calibration data"):

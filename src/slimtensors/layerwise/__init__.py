@@ -7,6 +7,7 @@ from slimtensors.layerwise.allocation import (
     per_block,
     per_target,
 )
+from slimtensors.layerwise.engine import Progress
 from slimtensors.layerwise.gptq import Rounded, gptq, rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.layerwise.prune import (
@@ -20,9 +21,7 @@ from slimtensors.layerwise.prune import (
 from slimtensors.layerwise.quantize import (
     GPTQ,
     RTN,
-    Progress,
     QuantizationMethod,
-    put_results,
     quantize_model,
 )
 from slimtensors.layerwise.report import LayerReport, ModelReport
@@ -68,7 +67,6 @@ __all__ = [
     "per_block",
     "per_target",
     "prune_model",
-    "put_results",
     "quantize_model",
     "rtn",
     "sparsegpt",

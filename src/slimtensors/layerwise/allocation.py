@@ -1,18 +1,27 @@
-"""Which layers are pruned, and how much each loses."""
+"""Select the layers to prune, and allocate a share of zeros to each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.engine import Batch, find_blocks, prepare_batch, record_calls
-from slimtensors.layerwise.inputs import Layer, layers_of, watch_block, without_padding
+from slimtensors.layerwise.engine import (
+    evaluation_mode,
+    find_blocks,
+    group_by_block,
+    record_calls,
+)
+from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
 from slimtensors.layerwise.structure import Structure
 from slimtensors.quantization.layers import classes_of, weights_of
 from slimtensors.quantization.plans import is_target, target_rank
 
-_LINEAR = {"Linear", "Conv1D"}
+Shares = dict[str, float]
+"""Share of zeros by layer name."""
+
+_LINEAR_CLASSES = {"Linear", "Conv1D"}
+_MAX_SHARE = 0.99
 
 
 def find_layers(
@@ -22,66 +31,67 @@ def find_layers(
     *,
     structure: Structure | None = None,
 ) -> dict[str, Layer]:
-    """Return the layers that targets fit and that are not ignored, by name, to be pruned.
+    """Return the layers to prune, by name: those that match a target and are not ignored.
 
-    A layer that shares its weight with another raises, as does one that cannot have the structure.
+    Raise if a layer shares its weight with another, or if its shape does not fit the structure.
     """
-    chosen = fitting_layers(model, targets, ignore)
-    _check_tied(model, chosen)
+    layers = fitting_layers(model, targets, ignore)
+    _check_tied(model, layers)
     if structure is not None:
-        for layer in chosen.values():
+        for layer in layers.values():
             _check_structure(layer, structure)
-    return chosen
+    return layers
 
 
 def fitting_layers(
     model: nn.Module, targets: Sequence[str], ignore: Sequence[str]
 ) -> dict[str, Layer]:
-    """Return the layers that targets fit and that are not ignored, by name.
+    """Return the layers that match a target and are not ignored, by name.
 
-    A target may also be the name of a weight, or fit a module: then it means all linear layers in
-    it. A target that fits nothing raises.
+    A target is a name, a class, or a pattern, of a layer or of its weight. If it matches a module
+    that contains layers, it selects all linear layers in it. Raise if a target matches nothing.
     """
-    layers = layers_of(model)
-    meant: set[str] = set()
+    layers = collect_layers(model)
+    selected: set[str] = set()
     for target in targets:
-        found = _meant(model, layers, target)
-        if not found:
+        matches = _match_target(model, layers, target)
+        if not matches:
             raise ConfigError(
-                f"target {target!r} fits no layer of the model that can be pruned;"
-                f" their names are like {next(iter(layers), 'none')}"
+                f"target {target!r} matches no prunable layer of the model;"
+                f" layer names look like {next(iter(layers), 'none')}"
             )
-        meant |= found
-    ignored = set().union(*(_meant(model, layers, target) for target in ignore))
-    chosen = {name: layer for name, layer in layers.items() if name in meant - ignored}
-    if not chosen:
-        raise ConfigError(f"all layers that fit {', '.join(targets)} are ignored")
-    return chosen
+        selected |= matches
+    ignored = set().union(*(_match_target(model, layers, target) for target in ignore))
+    found = {name: layer for name, layer in layers.items() if name in selected - ignored}
+    if not found:
+        raise ConfigError(f"all layers that match {', '.join(targets)} are ignored")
+    return found
 
 
-def unknown(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return those of some targets that fit nothing: they may be typing errors."""
-    layers = layers_of(model)
-    return [target for target in targets if not _meant(model, layers, target)]
+def unmatched_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
+    """Return the targets that match no layer."""
+    layers = collect_layers(model)
+    return [target for target in targets if not _match_target(model, layers, target)]
 
 
-def _meant(model: nn.Module, layers: Mapping[str, Layer], target: str) -> set[str]:
-    own: dict[int, set[str]] = {}
+def _match_target(model: nn.Module, layers: Mapping[str, Layer], target: str) -> set[str]:
+    """Return the names of all layers that a target selects."""
+    names_by_module: dict[int, set[str]] = {}
     for key, layer in layers.items():
-        own.setdefault(id(layer.module), set()).add(key)
-    found: set[str] = set()
+        names_by_module.setdefault(id(layer.module), set()).add(key)
+    matches: set[str] = set()
     for name, module in model.named_modules():
         names = {name, *(f"{name}.{weight.parameter}" for weight in weights_of(module))}
         if any(is_target([target], each, classes_of(module)) for each in names):
-            found |= own.get(id(module)) or _linear_layers(layers, within=name)
-    return found
+            matches |= names_by_module.get(id(module)) or _linear_layers(layers, within=name)
+    return matches
 
 
 def _linear_layers(layers: Mapping[str, Layer], *, within: str) -> set[str]:
     return {
         key
         for key, layer in layers.items()
-        if within and key.startswith(f"{within}.") and {*classes_of(layer.module)} & _LINEAR
+        if within and key.startswith(f"{within}.") and {*classes_of(layer.module)} & _LINEAR_CLASSES
     }
 
 
@@ -97,45 +107,49 @@ def _check_tied(model: nn.Module, layers: Mapping[str, Layer]) -> None:
     for name, x in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(x), []).append(name)
     for layer in layers.values():
-        if len(shared := names[id(layer.parameter)]) > 1:
-            raise ConfigError(f"{layer.name}: shares its weight: {', '.join(shared)}; ignore it")
-
-
-Shares = dict[str, float]
-"""Of zeros, by the name of a layer."""
-
-_MOST = 0.99
+        if len(tied := names[id(layer.parameter)]) > 1:
+            raise ConfigError(
+                f"{layer.name}: tied weights cannot be pruned: {', '.join(tied)};"
+                " add the layer to ignore"
+            )
 
 
 def per_block(model: nn.Module, layers: Mapping[str, Layer], shares: Sequence[float]) -> Shares:
-    """Give all layers of a block the share that a list has for it."""
+    """Allocate the i-th share to all layers of the i-th block."""
     blocks = list(find_blocks(model))
     if len(shares) != len(blocks):
-        raise ConfigError(f"a list of {len(shares)} sparsities for {len(blocks)} blocks")
-    of = dict(zip(blocks, shares, strict=True))
-    found = {name: of[block] for name in layers if (block := _block(name, blocks)) is not None}
-    if missing := layers.keys() - found.keys():
-        raise ConfigError(f"{min(missing)}: lies in no block; ignore it, or give no list")
-    return found
+        raise ConfigError(f"expected one sparsity per block ({len(blocks)}), got {len(shares)}")
+    by_block = dict(zip(blocks, shares, strict=True))
+    result = {
+        layer.name: by_block[block]
+        for block, group in group_by_block(layers, blocks).items()
+        for layer in group
+    }
+    if missing := layers.keys() - result.keys():
+        raise ConfigError(
+            f"{min(missing)}: outside of the repeated blocks, which a list of sparsities requires;"
+            " add the layer to ignore"
+        )
+    return {name: result[name] for name in layers}
 
 
 def per_target(layers: Mapping[str, Layer], shares: Mapping[str, float]) -> Shares:
-    """Give each layer the share of the target that fits it best."""
-    found: Shares = {}
+    """Allocate to each layer the share of its closest target."""
+    result: Shares = {}
     used: set[str] = set()
     for name, layer in layers.items():
         classes = classes_of(layer.module)
         ranks = {t: r for t in shares if (r := target_rank(t, name, classes)) is not None}
         if not ranks:
-            raise ConfigError(f"{name}: no sparsity is given for it; name it, or ignore it")
-        best = [target for target, r in ranks.items() if r == min(ranks.values())]
+            raise ConfigError(f"{name}: no sparsity matches this layer; add a target or ignore it")
+        best = [target for target, rank in ranks.items() if rank == min(ranks.values())]
         if len({shares[target] for target in best}) > 1:
-            raise ConfigError(f"{name}: {' and '.join(best)} both give it a sparsity")
+            raise ConfigError(f"{name}: conflicting sparsities for targets {' and '.join(best)}")
         used |= ranks.keys()
-        found[name] = shares[best[0]]
+        result[name] = shares[best[0]]
     for target in shares.keys() - used:
-        raise ConfigError(f"sparsity of {target!r}: fits no layer that is to be pruned")
-    return found
+        raise ConfigError(f"sparsity of {target!r}: matches no layer to prune")
+    return result
 
 
 def by_outliers(
@@ -147,50 +161,46 @@ def by_outliers(
     times: float,
     limit: float,
 ) -> Shares:
-    """Let blocks keep more in which more weights stand out, as OWL does (Yin et al., 2023).
+    """Prune blocks less that contain more outliers, like OWL (Yin et al., 2023).
 
-    A weight stands out if it, times the size of its input, is `times` the mean of its layer. The
-    shares lie within twice `limit`, around `share`, which is that of all blocks together.
+    An outlier is a weight whose product with its input's norm exceeds `times` the mean of its
+    layer. Shares differ by at most twice `limit`; their mean over all weights is `share`.
     """
     blocks = find_blocks(model)
+    groups = group_by_block(layers, blocks)
     counts = dict.fromkeys(blocks, 0)
-    with prepare_batch(model):
-        stack = record_calls(model, blocks, without_padding(model, batches))
+    with evaluation_mode(model):
+        stack = record_calls(model, blocks, remove_padding(model, batches))
         for block in blocks:
-            own = {name: each for name, each in layers.items() if name.startswith(f"{block}.")}
-            for inputs in watch_block(stack, block, own.values(), {}):
-                sizes = inputs.hessian.mean().diagonal().sqrt()
+            for inputs in stack.record_inputs(block, groups.get(block, [])):
+                norms = inputs.hessian.mean().diagonal().sqrt()
                 for name, i in inputs.readers:
-                    counts[block] += _outstanding(own[name].matrices[i], sizes, times)
+                    counts[block] += _count_outliers(layers[name].matrices[i], norms, times)
             stack.advance(block)
-    weights = {
-        block: sum(x.parameter.numel() for n, x in layers.items() if n.startswith(f"{block}."))
-        for block in blocks
+    sizes = {
+        block: sum(layer.parameter.numel() for layer in group) for block, group in groups.items()
     }
-    spread = _spread({b: counts[b] / n for b, n in weights.items() if n}, weights, limit)
-    found = {name: _block(name, list(blocks)) for name in layers}
-    return {
-        name: min(max(share - spread[block], 0.0), _MOST) if block in spread else share
-        for name, block in found.items()
-    }
+    ratios = {block: counts[block] / size for block, size in sizes.items() if size}
+    offsets = _share_offsets(ratios, sizes, limit)
+    result = dict.fromkeys(layers, share)
+    for block, offset in offsets.items():
+        for layer in groups[block]:
+            result[layer.name] = min(max(share - offset, 0.0), _MAX_SHARE)
+    return result
 
 
-def _outstanding(weight: Tensor, sizes: Tensor, times: float) -> int:
-    scores = weight.float().abs() * sizes
+def _count_outliers(weight: Tensor, norms: Tensor, times: float) -> int:
+    scores = weight.float().abs() * norms
     return int((scores > times * scores.mean()).sum())
 
 
-def _spread(ratios: Mapping[str, float], weights: Mapping[str, int], limit: float) -> Shares:
-    """Return how much more than others each block keeps; over all weights, that is nothing."""
+def _share_offsets(ratios: Mapping[str, float], sizes: Mapping[str, int], limit: float) -> Shares:
+    """Return how much less each block is pruned; the mean over all weights is zero."""
     low, high = min(ratios.values()), max(ratios.values())
     if high == low:
         return dict.fromkeys(ratios, 0.0)
     x = torch.tensor([*ratios.values()], dtype=torch.float64)
-    n = torch.tensor([weights[block] for block in ratios], dtype=torch.float64)
+    n = torch.tensor([sizes[block] for block in ratios], dtype=torch.float64)
     x = (x - low) / (high - low) * 2 * limit
     x -= (x * n).sum() / n.sum()
     return dict(zip(ratios, x.tolist(), strict=True))
-
-
-def _block(name: str, blocks: Sequence[str]) -> str | None:
-    return next((block for block in blocks if name.startswith(f"{block}.")), None)

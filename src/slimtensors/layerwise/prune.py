@@ -9,88 +9,92 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError, SingularError, SlimError, StatusError
-from slimtensors.layerwise.engine import Batch, find_blocks, prepare_batch, record_calls
-from slimtensors.layerwise.hessian import Change, Hessian, Tell
-from slimtensors.layerwise.inputs import Layer, layers_of, watch_block, without_padding
-from slimtensors.layerwise.quantize import Hessians, Progress
-from slimtensors.layerwise.report import LayerReport, LayerResult, layer_report
+from slimtensors.layerwise.engine import (
+    BlockStack,
+    Progress,
+    Tensors,
+    evaluation_mode,
+    rewrite_layers,
+)
+from slimtensors.layerwise.gptq import Grid, group_width
+from slimtensors.layerwise.hessian import Hessian, HessianMap, NoteCallback
+from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
+from slimtensors.layerwise.report import LayerReport, MatrixReport, OutputChange, combine_matrices
 from slimtensors.layerwise.resume import WorkFolder, compute_digests
 from slimtensors.layerwise.sparsegpt import sparsegpt
 from slimtensors.layerwise.structure import Structure, Unstructured
-from slimtensors.layerwise.sweep import Grid, group_width
 from slimtensors.quantization.affine import Params
-from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.state import quantization_of
 from slimtensors.storage import StrPath
 
-Round = Callable[[Tensor, int], Tensor]
-"""Returns what a column of a quantized weight becomes: numbers that its codes can mean."""
+RoundColumn = Callable[[Tensor, int], Tensor]
+"""Rounds the values of a column to the grid of a quantized weight."""
 
 
 @dataclass(frozen=True)
 class PruningTarget:
-    """What is to become of one matrix."""
+    """How one matrix is to be pruned."""
 
     share: float
-    """Of zeros."""
+    """Share of zeros."""
     structure: Structure = field(default_factory=Unstructured)
     held: Tensor | None = None
-    """Where zeros are that must stay."""
-    round: Round | None = None
-    """For a weight that is quantized already."""
+    """Positions of zeros that must stay."""
+    round: RoundColumn | None = None
+    """Rounding function of a weight that is already quantized."""
 
 
 class PruningMethod(Protocol):
-    """A way to prune one matrix; its fields are its options."""
+    """A method that prunes one matrix; its fields are its options."""
 
     name: ClassVar[str]
 
     @property
     def needs_inputs(self) -> bool:
-        """Whether it has to see what flows into a layer."""
+        """Whether it requires the inputs of the layers."""
         ...
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: Tell
+        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
-        """Return the weight with its zeros."""
+        """Return the pruned weight."""
         ...
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """The smallest weights of a layer go."""
+    """Prune the smallest weights of a layer."""
 
     name: ClassVar[str] = "magnitude"
     needs_inputs: bool = False
-    """Only to tell what pruning does to outputs."""
+    """Set to True to report output errors; pruning itself does not use inputs."""
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: Tell
+        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
-        """Look at nothing but the weight."""
-        return without(weight, want.structure.zeros(weight.abs().float(), want.share), want.held)
+        """Prune by absolute value."""
+        return _set_zeros(weight, want.structure.zeros(weight.abs().float(), want.share), want)
 
 
 @dataclass(frozen=True)
 class Wanda:
-    """Weights of each output go that change it least, each for itself (Sun et al., 2023)."""
+    """Prune, in each row, the weights with the smallest product with their inputs (Sun, 2023)."""
 
     name: ClassVar[str] = "wanda"
     needs_inputs: ClassVar[bool] = True
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: Tell
+        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
-        """Look at the size of the inputs."""
-        assert hessian is not None, "it needs inputs"
+        """Prune by absolute value times the norm of the input."""
+        assert hessian is not None, "Wanda needs inputs"
         scores = weight.abs().float() * hessian.diagonal().sqrt()
-        return without(weight, want.structure.zeros(scores, want.share, per_row=True), want.held)
+        return _set_zeros(weight, want.structure.zeros(scores, want.share, per_row=True), want)
 
 
 @dataclass(frozen=True)
 class SparseGPT:
-    """Weights go column by column, and those after them make up for it (Frantar, 2023)."""
+    """Prune column by column; later columns compensate the error (Frantar, 2023)."""
 
     name: ClassVar[str] = "sparsegpt"
     needs_inputs: ClassVar[bool] = True
@@ -98,10 +102,10 @@ class SparseGPT:
     damping: float = 0.01
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: Tell
+        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
-        """Look at how inputs hang together."""
-        assert hessian is not None, "it needs inputs"
+        """Prune so that the outputs change least."""
+        assert hessian is not None, "SparseGPT needs inputs"
         return sparsegpt(
             weight,
             hessian,
@@ -115,94 +119,6 @@ class SparseGPT:
         )
 
 
-def without(weight: Tensor, zeros: Tensor, held: Tensor | None) -> Tensor:
-    """Return a weight with zeros, those that were held among them."""
-    return weight.masked_fill(zeros if held is None else zeros | held, 0.0)
-
-
-def check(weight: Tensor, want: PruningTarget) -> None:
-    """Raise if a weight cannot be pruned as wanted."""
-    want.structure.check(*weight.shape)
-    if not weight.isfinite().all():
-        raise ConfigError("NaN or infinity among its weights")
-
-
-def prune_layer(
-    layer: Layer, method: PruningMethod, hessians: Hessians, share: float, structure: Structure
-) -> tuple[Tensor, LayerReport]:
-    """Return the layer's weight with its zeros, and how that went. Zeros that are there stay."""
-    begin = time.perf_counter()
-    try:
-        done = []
-        for i, weight in enumerate(layer.matrices):
-            held = weight == 0
-            want = PruningTarget(share, structure, held if held.any() else None, _grid(layer, i))
-            check(weight, want)
-            done.append(_prune(weight, method, hessians.get((layer.name, i)), want))
-    except SlimError as error:
-        raise type(error)(f"{layer.name}: {error}") from error
-    pruned = [weight for weight, _ in done]
-    whole = pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned)
-    return whole, layer_report(layer.name, method.name, [told for _, told in done], begin=begin)
-
-
-def _prune(
-    weight: Tensor, method: PruningMethod, seen: Hessian | None, want: PruningTarget
-) -> tuple[Tensor, LayerResult]:
-    notes: list[str] = []
-    simplest = Magnitude().prune(weight, None, want, tell=notes.append)
-    if seen is None or not seen.largest.any():
-        if method.name != Magnitude.name:
-            notes.append("nothing but zeros, if anything, came in: pruned by magnitude")
-        return simplest, LayerResult(Magnitude.name, notes=notes)
-    hessian, used = seen.mean(), method.name
-    try:
-        pruned = method.prune(weight, hessian, want, tell=notes.append)
-    except SingularError as error:
-        notes.append(f"{error}: pruned by wanda")
-        pruned, used = Wanda().prune(weight, hessian, want, tell=notes.append), Wanda.name
-    return pruned, LayerResult(
-        used,
-        seen.tokens,
-        notes,
-        Change.between(weight, pruned, hessian),
-        Change.between(weight, simplest, hessian),
-    )
-
-
-def _grid(layer: Layer, i: int) -> Round | None:
-    """Return what keeps a weight that is quantized already on its grid."""
-    if (args := layer.args) is None:
-        return None
-    state = quantization_of(layer.module)
-    params = None if state is None else state.params.get(layer.weight.parameter)
-    if params is None:
-        raise StatusError("is quantized, but not by this run; load the model dense")
-    if layer.matrix.dim() == 3:
-        params = _of_expert(params, i)
-    return _rounding(params, args, layer.matrices[i])
-
-
-def _rounding(params: Params, args: QuantizationArgs, weight: Tensor) -> Round:
-    rows, columns = weight.shape
-    grid, width = Grid.of(params, args, rows), group_width(args, columns)
-    group_of = None if params.g_idx is None else params.g_idx.tolist()
-
-    def round(x: Tensor, column: int) -> Tensor:
-        return grid.round(x, column // width if group_of is None else group_of[column])
-
-    return round
-
-
-def _of_expert(params: Params, i: int) -> Params:
-    zero, whole = params.zero_point, params.global_scale
-    return Params(
-        params.scale[i],
-        None if zero is None else zero[i],
-        None if whole is None else whole[i],
-    )
-
-
 def prune_model(
     model: nn.Module,
     shares: Mapping[str, float],
@@ -213,96 +129,145 @@ def prune_model(
     folder: StrPath | None = None,
     progress: Progress | None = None,
 ) -> tuple[LayerReport, ...]:
-    """Set a share of the weights of each named layer to zero, in place, and tell how that went.
+    """Set a share of the weights of each named layer to zero, in place, and return reports.
 
-    Zeros that are there stay, and weights that are quantized stay on their grid. `calibration`
-    are batches that the model is run on, where the method looks at inputs. In memory are, besides
-    the model, the inputs of one block and the Hessians of its layers. With a `folder`, a run that
-    was killed goes on after the last layer that was finished.
+    Existing zeros stay, and quantized weights stay on their grid. `calibration` contains batches
+    to run the model on, for methods that use inputs. Memory use, besides the model, is the inputs
+    of one block and the Hessians of its layers. With a `folder`, an interrupted run resumes after
+    the last finished layer.
+
+    Example:
+        >>> layers = find_layers(model, ["Linear"], ["lm_head"])
+        >>> prune_model(model, dict.fromkeys(layers, 0.5), method=SparseGPT(), calibration=batches)
     """
-    batches = without_padding(model, calibration)
+    batches = remove_padding(model, calibration)
     if method.needs_inputs and not batches:
-        raise ConfigError(f"{method.name} needs calibration data, and there is none")
-    known = layers_of(model)
-    layers = {name: known[name] for name in shares}
+        raise ConfigError(f"{method.name} needs calibration data: pass calibration=...")
+    all_layers = collect_layers(model)
+    layers = {name: all_layers[name] for name in shares}
     structure = structure or Unstructured()
     work = None
     if folder is not None:
-        made_of = compute_digests(
-            model, layers.values(), batches, (method, structure, dict(shares))
+        options = (method, structure, dict(shares))
+        work = WorkFolder(folder, compute_digests(model, layers.values(), batches, options))
+    with evaluation_mode(model):
+        reports = rewrite_layers(
+            model,
+            layers,
+            _Pruner(method, structure, shares),
+            batches if method.needs_inputs else (),
+            work=work,
+            progress=progress,
         )
-        work = WorkFolder(folder, made_of)
-    run = _Run(model, layers, dict(shares), method, structure, work, progress)
-    with prepare_batch(model):
-        if method.needs_inputs and not run.is_finished(layers):
-            run.do_blocks(batches)
-        run.do_others()
-    return tuple(run.reports[name] for name in layers)
+    return tuple(reports[name] for name in layers)
 
 
-@dataclass
-class _Run:
-    """A model on its way, and what has been done so far."""
+@dataclass(frozen=True)
+class _Pruner:
+    """Rewriter that prunes each layer."""
 
-    model: nn.Module
-    layers: Mapping[str, Layer]
-    shares: Mapping[str, float]
     method: PruningMethod
     structure: Structure
-    work: WorkFolder | None
-    progress: Progress | None
-    reports: dict[str, LayerReport] = field(default_factory=dict)
+    shares: Mapping[str, float]
+    changes_blocks: ClassVar[bool] = False
 
-    def is_finished(self, names: Iterable[str]) -> bool:
-        """Tell whether an earlier run has done all these."""
-        return self.work is not None and all(self.work.has(name) for name in names)
+    def prepare_block(
+        self, stack: BlockStack, block: str, layers: Sequence[Layer]
+    ) -> tuple[HessianMap, Tensors]:
+        return stack.compute_hessians(block, layers), {}
 
-    def do_blocks(self, batches: Sequence[Batch]) -> None:
-        """Go through the blocks of the model, as far as there is something to prune."""
-        blocks = find_blocks(self.model)
-        targets = {
-            block: [name for name in self.layers if name.startswith(f"{block}.")]
-            for block in blocks
-        }
-        left = [block for block in blocks if targets[block]]
-        if not left:
-            return
-        stack = record_calls(self.model, blocks, batches)
-        for block in blocks:
-            hessians: Hessians = {}
-            if targets[block] and not self.is_finished(targets[block]):
-                layers = [self.layers[name] for name in targets[block]]
-                inputs = watch_block(stack, block, layers, {})
-                hessians = {reader: each.hessian for each in inputs for reader in each.readers}
-            for name in targets[block]:
-                self._do_layer(self.layers[name], self.method, hessians, ())
-            if block == left[-1]:
-                break
-            stack.advance(block)
-
-    def do_others(self) -> None:
-        """Prune what is left by magnitude."""
-        note = "lies outside of the repeated blocks: pruned by magnitude"
-        notes = () if self.method.name == Magnitude.name else (note,)
-        for name, layer in self.layers.items():
-            if name not in self.reports:
-                self._do_layer(layer, Magnitude(), {}, notes)
-
-    def _do_layer(
-        self, layer: Layer, method: PruningMethod, hessians: Hessians, notes: Sequence[str]
-    ) -> None:
-        name = layer.name
-        if self.work is not None and self.work.has(name):
-            weight, report = self.work.load_tensors(name)["weight"], self.work.report(name)
+    def compute(self, layer: Layer, hessians: HessianMap | None) -> tuple[Tensors, LayerReport]:
+        share = self.shares[layer.name]
+        if hessians is not None:
+            weight, report = prune_layer(layer, self.method, hessians, share, self.structure)
         else:
-            share = self.shares[name]
-            weight, report = prune_layer(layer, method, hessians, share, self.structure)
-            report = replace(report, notes=(*notes, *report.notes))
-            if self.work is not None:
-                self.work.store_tensors(name, {"weight": weight}, report.to_json())
-        layer.put(weight)
+            weight, report = prune_layer(layer, Magnitude(), {}, share, self.structure)
+            if self.method.name != Magnitude.name:
+                note = "outside of the repeated blocks: pruned by magnitude"
+                report = replace(report, notes=(note, *report.notes))
+        return {"weight": weight}, report
+
+    def apply(self, layer: Layer, tensors: Tensors) -> None:
+        layer.set_weight(tensors["weight"])
         if (state := quantization_of(layer.module)) is not None:
             state.requantize(layer.module)
-        self.reports[name] = report
-        if self.progress is not None:
-            self.progress(report, len(self.reports), len(self.layers))
+
+
+def prune_layer(
+    layer: Layer, method: PruningMethod, hessians: HessianMap, share: float, structure: Structure
+) -> tuple[Tensor, LayerReport]:
+    """Return the pruned weight of a layer, and a report. Existing zeros stay."""
+    started = time.perf_counter()
+    outcomes = []
+    try:
+        for i, weight in enumerate(layer.matrices):
+            structure.check(*weight.shape)
+            if not weight.isfinite().all():
+                raise ConfigError("NaN or infinity in the weight")
+            zeros = weight == 0
+            round_column = _make_rounding(layer, i)
+            want = PruningTarget(share, structure, zeros if zeros.any() else None, round_column)
+            outcomes.append(_prune_matrix(weight, method, hessians.get((layer.name, i)), want))
+    except SlimError as error:
+        raise type(error)(f"{layer.name}: {error}") from error
+    pruned = [weight for weight, _ in outcomes]
+    whole = pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned)
+    matrices = [report for _, report in outcomes]
+    return whole, combine_matrices(layer.name, method.name, matrices, started=started)
+
+
+def _prune_matrix(
+    weight: Tensor, method: PruningMethod, inputs: Hessian | None, want: PruningTarget
+) -> tuple[Tensor, MatrixReport]:
+    notes: list[str] = []
+    baseline = Magnitude().prune(weight, None, want, tell=notes.append)
+    if inputs is None or not inputs.largest.any():
+        if method.name != Magnitude.name:
+            notes.append("no nonzero inputs: pruned by magnitude")
+        return baseline, MatrixReport(Magnitude.name, notes=notes)
+    hessian, used = inputs.mean(), method.name
+    try:
+        pruned = method.prune(weight, hessian, want, tell=notes.append)
+    except SingularError as error:
+        notes.append(f"{error}: pruned by wanda")
+        pruned, used = Wanda().prune(weight, hessian, want, tell=notes.append), Wanda.name
+    return pruned, MatrixReport(
+        used,
+        inputs.tokens,
+        notes,
+        OutputChange.measure(weight, pruned, hessian),
+        OutputChange.measure(weight, baseline, hessian),
+    )
+
+
+def _set_zeros(weight: Tensor, zeros: Tensor, want: PruningTarget) -> Tensor:
+    return weight.masked_fill(zeros if want.held is None else zeros | want.held, 0.0)
+
+
+def _make_rounding(layer: Layer, i: int) -> RoundColumn | None:
+    """Return the rounding function of a quantized matrix; None if it is not quantized."""
+    if (args := layer.args) is None:
+        return None
+    state = quantization_of(layer.module)
+    params = None if state is None else state.params.get(layer.weight.parameter)
+    if params is None:
+        raise StatusError("was quantized by an earlier run; load the model with dense weights")
+    if layer.matrix.dim() == 3:
+        params = _select_expert(params, i)
+    rows, columns = layer.matrices[i].shape
+    grid, width = Grid.from_params(params, args, rows), group_width(args, columns)
+    group_index = None if params.g_idx is None else params.g_idx.tolist()
+
+    def round_column(x: Tensor, column: int) -> Tensor:
+        return grid.round(x, column // width if group_index is None else group_index[column])
+
+    return round_column
+
+
+def _select_expert(params: Params, i: int) -> Params:
+    zero_point, global_scale = params.zero_point, params.global_scale
+    return Params(
+        params.scale[i],
+        None if zero_point is None else zero_point[i],
+        None if global_scale is None else global_scale[i],
+    )

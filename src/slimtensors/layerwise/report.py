@@ -1,33 +1,38 @@
-"""What was done to each layer of a model."""
+"""Reports: how each layer was changed, and by how much its outputs changed."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+
+import torch
+from torch import Tensor
 
 from slimtensors.layerwise.gptq import Rounded
-from slimtensors.layerwise.hessian import Change
-from slimtensors.tensor import Json
+from slimtensors.tensor import Json, ceil_div
+
+_SAMPLED_ROWS = 128
+"""Rows of a weight that are compared at most."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How a layer was quantized or pruned, and what that does to its outputs."""
+    """How a layer was quantized or pruned, and how that changes its outputs."""
 
     name: str
     method: str
-    """What did it: `gptq`, or `rtn` where that was asked for or fallen back to."""
+    """Method that was used: `gptq`, or `rtn` if requested or used as a fallback."""
     error: float | None = None
-    """Relative square error of the outputs, on what was seen; none if nothing was."""
+    """Relative squared error of the outputs on the calibration data; None without data."""
     nearest_error: float | None = None
-    """The same, had the weights been rounded to nearest, or pruned by magnitude."""
+    """The same for the simplest method: rounding to nearest, or pruning by magnitude."""
     mse: float | None = None
-    """Mean square error of the outputs."""
+    """Mean squared error of the outputs."""
     cosine: float | None = None
-    """Between outputs before and after."""
+    """Cosine similarity of the outputs before and after."""
     tokens: int = 0
     seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = ()
-    """What did not go as asked, and what was done instead."""
+    """Deviations from the request, with what was done instead."""
 
     def to_json(self) -> Json:
         """Return the JSON form."""
@@ -41,57 +46,117 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What was done to a model."""
+    """How a model was quantized."""
 
     layers: tuple[LayerReport, ...]
     results: Mapping[str, Rounded]
-    """The weights on their grid, which the model now has, and what turns codes into them."""
+    """Quantized weights and their scales by layer name; the model contains the same weights."""
     notes: tuple[str, ...] = ()
-    """What concerns more than one layer."""
+    """Notes that concern more than one layer."""
 
     def to_json(self) -> Json:
-        """Return all but the tensors."""
+        """Return everything except the tensors."""
         return {"layers": [layer.to_json() for layer in self.layers], "notes": list(self.notes)}
 
 
 @dataclass(frozen=True)
-class LayerResult:
-    """How one matrix went."""
+class OutputChange:
+    """Products of outputs before and after a change, summed over outputs, averaged over inputs."""
+
+    outputs: int = 0
+    before: float = 0.0
+    """Squared outputs before."""
+    after: float = 0.0
+    """Squared outputs after."""
+    product: float = 0.0
+    """Outputs before times outputs after."""
+    error: float = 0.0
+    """Squared difference."""
+
+    @classmethod
+    def measure(cls, before: Tensor, after: Tensor, hessian: Tensor) -> "OutputChange":
+        """Compare two weights `[outputs, inputs]` on a sample of their rows."""
+        rows = slice(None, None, ceil_div(len(before), _SAMPLED_ROWS) or 1)
+        old, new = before[rows].float(), after[rows].float()
+        old_outputs, new_outputs = old @ hessian, new @ hessian
+
+        def dot(x: Tensor, y: Tensor) -> float:
+            return float((x * y).sum(dtype=torch.float64))
+
+        return cls(
+            len(old),
+            dot(old_outputs, old),
+            dot(new_outputs, new),
+            dot(old_outputs, new),
+            dot(old_outputs - new_outputs, old - new),
+        )
+
+    @classmethod
+    def total(cls, changes: Iterable["OutputChange"]) -> "OutputChange":
+        """Add up the changes of several weights."""
+        table = [astuple(each) for each in changes]
+        return cls(*(sum(column) for column in zip(*table, strict=True))) if table else cls()
+
+    @property
+    def mse(self) -> float | None:
+        """Mean squared error per output and input."""
+        return self.error / self.outputs if self.outputs else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Squared error relative to the squared outputs before."""
+        return self.error / self.before if self.before else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine similarity of the outputs before and after."""
+        if not (self.before > 0 and self.after > 0):
+            return None
+        cosine: float = self.product / (self.before * self.after) ** 0.5
+        return cosine
+
+
+@dataclass(frozen=True)
+class MatrixReport:
+    """How one matrix of a layer was changed."""
 
     method: str
-    """What was used, which may be what was fallen back to."""
+    """Method that was used, which may be a fallback."""
     tokens: int = 0
     notes: Sequence[str] = ()
-    change: Change = field(default_factory=Change)
-    simplest: Change = field(default_factory=Change)
-    """What rounding to nearest, or pruning by magnitude, would have changed."""
+    change: OutputChange = field(default_factory=OutputChange)
+    baseline: OutputChange = field(default_factory=OutputChange)
+    """Change that rounding to nearest, or pruning by magnitude, would have caused."""
 
 
-def layer_report(
-    name: str, method: str, told: Sequence[LayerResult], *, begin: float
+def combine_matrices(
+    name: str, method: str, matrices: Sequence[MatrixReport], *, started: float
 ) -> LayerReport:
-    """Put together how the matrices of a layer went, which was begun at `time.perf_counter()`."""
-    change = Change.of_all(each.change for each in told)
-    used = {each.method for each in told}
+    """Return the report of a layer from those of its matrices.
+
+    `started` is the value of `time.perf_counter()` when work on the layer began.
+    """
+    change = OutputChange.total(each.change for each in matrices)
+    used = {each.method for each in matrices}
     return LayerReport(
         name,
         method=method if method in used else used.pop(),
-        error=change.relative,
-        nearest_error=Change.of_all(each.simplest for each in told).relative,
+        error=change.relative_error,
+        nearest_error=OutputChange.total(each.baseline for each in matrices).relative_error,
         mse=change.mse,
         cosine=change.cosine,
-        tokens=sum(each.tokens for each in told),
-        seconds=time.perf_counter() - begin,
-        notes=_gathered([each.notes for each in told]),
+        tokens=sum(each.tokens for each in matrices),
+        seconds=time.perf_counter() - started,
+        notes=_merge_notes([each.notes for each in matrices]),
     )
 
 
-def _gathered(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Say of which experts each note is."""
+def _merge_notes(notes: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Merge equal notes of several experts, prefixed with the experts they apply to."""
     if len(notes) == 1:
         return tuple(notes[0])
-    which: dict[str, list[str]] = {}
-    for i, told in enumerate(notes):
-        for text in told:
-            which.setdefault(text, []).append(str(i))
-    return tuple(f"expert {', '.join(own)} of {len(notes)}: {x}" for x, own in which.items())
+    experts: dict[str, list[str]] = {}
+    for i, texts in enumerate(notes):
+        for text in texts:
+            experts.setdefault(text, []).append(str(i))
+    return tuple(f"expert {', '.join(ids)} of {len(notes)}: {x}" for x, ids in experts.items())

@@ -1,7 +1,7 @@
-"""Make weights and inputs easier to quantize: what one is multiplied by, the other is divided by.
+"""Smoothing: move scale from the inputs of layers to their weights before quantization.
 
-A norm and the layers that read it compute the same as before, up to rounding, when the norm's
-weight is divided by a scale and the columns of theirs are multiplied by it. Zeros stay zeros.
+A norm and the layers that read it compute the same as before, up to rounding, if the norm's weight
+is divided by a scale and the columns of the layers are multiplied by it. Zeros stay zeros.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,116 +11,89 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from slimtensors.layerwise.engine import Stack
+from slimtensors.layerwise.engine import BlockStack
 from slimtensors.layerwise.gptq import rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
-from slimtensors.layerwise.inputs import Inputs, Layer, layers_of
+from slimtensors.layerwise.inputs import Layer, SharedInputs, collect_layers
 from slimtensors.tensor import ceil_div
 
-_ROWS = 256
+_SAMPLED_ROWS = 256
+"""Rows of a weight on which scales are compared at most."""
+
+_OFFSETS = (0.0, 1.0)
+"""Most norms multiply by their weight, those of Gemma by one plus their weight."""
 
 
 class Smoothing(Protocol):
-    """A way to choose the scale."""
+    """A method that chooses the scale of a norm."""
 
     name: ClassVar[str]
 
     @property
     def norms(self) -> Sequence[str] | None:
-        """Names of the norms that may change; all, if it does not say."""
+        """Names of the norms to smooth; None for all."""
         ...
 
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
-        """Return by what to divide each input of these layers."""
+        """Return the divisor of each input of these layers."""
         ...
 
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """Share the burden of large inputs between inputs and weights (Xiao et al., 2022)."""
+    """Balance the ranges of inputs and weights (Xiao et al., 2022)."""
 
     name: ClassVar[str] = "smoothquant"
     exponent: float = 0.5
-    """0 leaves it all to the inputs, 1 to the weights."""
+    """0 leaves the whole range to the inputs, 1 to the weights."""
     norms: Sequence[str] | None = None
 
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
-        """Return `inputs^exponent / weights^(1 - exponent)`, of the largest of each column."""
+        """Return `inputs^exponent / weights^(1 - exponent)` of the largest value per column."""
         weights = torch.stack([each.matrix.float().abs().amax(0) for each in readers]).amax(0)
-        return _balanced(inputs.largest**self.exponent / weights ** (1 - self.exponent))
+        return _normalize(inputs.largest**self.exponent / weights ** (1 - self.exponent))
 
 
 @dataclass(frozen=True)
 class AWQ:
-    """Search for the scale that lets rounded weights do least harm (after Lin et al., 2023)."""
+    """Search for the scale with the smallest error after rounding (after Lin et al., 2023)."""
 
     name: ClassVar[str] = "awq"
     steps: int = 20
     norms: Sequence[str] | None = None
 
     def scale(self, inputs: Hessian, readers: Sequence[Layer]) -> Tensor:
-        """Return the best power of the inputs' size; to leave everything as it is, is tried too."""
+        """Return the best power of the input magnitudes; power 0 leaves everything unchanged."""
         hessian = inputs.mean()
         size = hessian.diagonal().sqrt()
-        scales = [_balanced(size ** (i / self.steps)) for i in range(self.steps + 1)]
-        return min(scales, key=lambda scale: sum(_harm(each, scale, hessian) for each in readers))
+        scales = [_normalize(size ** (i / self.steps)) for i in range(self.steps + 1)]
+        return min(
+            scales,
+            key=lambda scale: sum(_rounding_error(each, scale, hessian) for each in readers),
+        )
 
 
-def divide_norm(norm: nn.Module, scale: Tensor, *, offset: float) -> None:
-    """Let a norm give its outputs divided by `scale`; it multiplies by `offset + weight`."""
-    weight, bias = norm.weight, getattr(norm, "bias", None)
-    assert isinstance(weight, Tensor)
-    weight.data.copy_((weight.float() + offset) / scale - offset)
-    if isinstance(bias, Tensor):
-        bias.data.copy_(bias.float() / scale)
-
-
-def multiply_columns(layer: Layer, scale: Tensor) -> None:
-    """Let a layer take inputs that were divided by `scale`."""
-    layer.put(layer.matrix.float() * scale)
-
-
-def _balanced(scale: Tensor) -> Tensor:
-    """Keep a scale around one; inputs or weights that are always zero need none."""
-    usable = torch.isfinite(scale) & (scale > 0)
-    scale = scale.where(usable, 1.0)
-    low, high = torch.aminmax(scale[usable] if usable.any() else scale)
-    return (scale / (low * high).sqrt()).where(usable, 1.0)
-
-
-def _harm(layer: Layer, scale: Tensor, hessian: Tensor) -> float:
-    weight = layer.matrix.float()
-    weight = weight[:: ceil_div(len(weight), _ROWS)]  # a sample of the rows is enough to compare
-    if layer.args is None:
-        return 0.0
-    return output_error(rtn(weight * scale, layer.args).weight / scale - weight, hessian)
-
-
-_OFFSETS = (0.0, 1.0)
-"""Most norms multiply by their weight, those of Gemma by one more than it."""
-
-
-def norms_of(module: nn.Module, *, prefix: str) -> dict[str, nn.Module]:
-    """Return the norms in a module that multiply by a weight."""
+def find_norms(module: nn.Module, *, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the norms in a module that multiply by a weight vector, by name."""
     return {
         name: each
         for name, each in module.named_modules(prefix=prefix)
-        if type(each).__name__.endswith("Norm") and isinstance(_weight(each), Tensor)
+        if type(each).__name__.endswith("Norm") and _has_weight_vector(each)
     }
 
 
 def smooth_block(
-    stack: Stack, block: str, inputs: Iterable[Inputs], smoothing: Smoothing
-) -> tuple[list[str], list[str]]:
-    """Smooth what reads a norm and is to be quantized; return parameters changed, and notes.
+    stack: BlockStack, block: str, inputs: Iterable[SharedInputs], smoothing: Smoothing
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Smooth the norms that quantized layers read; return the changed parameters, and notes.
 
-    The block is run before and after: where its outputs differ, because something else reads the
-    norm as well, everything is left as it was, and noted. Hessians change with what they are of.
+    The block runs before and after. If its outputs differ, because something else reads the norm
+    too, the norm is left unchanged and a note is added. Hessians are updated for the new inputs.
     """
     module = stack.blocks[block]
-    layers, norms = layers_of(module, prefix=block), norms_of(module, prefix=block)
+    layers, norms = collect_layers(module, prefix=block), find_norms(module, prefix=block)
     names = {id(p): name for name, p in module.named_parameters(prefix=block)}
-    changed: list[str] = []
+    changed: dict[str, Tensor] = {}
     notes: list[str] = []
     for each in inputs:
         readers = [layers[name] for name, _ in each.readers]
@@ -130,40 +103,69 @@ def smooth_block(
             continue
         norm = norms[each.source]
         scale = smoothing.scale(each.hessian, readers)
-        if _is_kept(stack, block, norm, readers, scale):
+        if _move_scale(stack, block, norm, readers, scale):
             each.hessian.divide(scale)
-            touched = [*norm.parameters(recurse=False), *(layer.parameter for layer in readers)]
-            changed += [names[id(parameter)] for parameter in touched]
+            changed |= {names[id(p)]: p.data for p in _parameters(norm, readers)}
         else:
             known = ", ".join(name for name, _ in each.readers)
-            notes.append(f"{each.source}: not smoothed, as not only {known} reads it")
+            notes.append(f"{each.source}: not smoothed, because more than {known} reads it")
     return changed, notes
 
 
-def _is_kept(
-    stack: Stack, block: str, norm: nn.Module, readers: Sequence[Layer], scale: Tensor
+def _move_scale(
+    stack: BlockStack, block: str, norm: nn.Module, readers: Sequence[Layer], scale: Tensor
 ) -> bool:
-    """Move `scale` from the norm to its readers, and tell whether the block computes the same."""
-    parameters = [*norm.parameters(recurse=False), *(layer.parameter for layer in readers)]
-    before = [p.data.clone() for p in parameters]
-    want = _outputs(stack, block)
-    allowed = 1e-8 if want.dtype is torch.float32 else 1e-3  # of squares; rounded weights cost some
+    """Move a scale from a norm to its readers; undo it and return False if outputs differ."""
+    parameters = _parameters(norm, readers)
+    originals = [p.data.clone() for p in parameters]
+    expected = _first_output(stack, block)
+    # Relative tolerance of squares; weights of less precision are rounded once more.
+    tolerance = 1e-8 if expected.dtype is torch.float32 else 1e-3
     for offset in _OFFSETS:
-        divide_norm(norm, scale, offset=offset)
+        _divide_norm(norm, scale, offset=offset)
         for layer in readers:
-            multiply_columns(layer, scale)
-        off = (_outputs(stack, block) - want).float().square().sum()
-        if off <= allowed * want.float().square().sum():
+            layer.set_weight(layer.matrix.float() * scale)
+        error = (_first_output(stack, block) - expected).float().square().sum()
+        if error <= tolerance * expected.float().square().sum():
             return True
-        for parameter, old in zip(parameters, before, strict=True):
-            parameter.data.copy_(old)
+        for parameter, original in zip(parameters, originals, strict=True):
+            parameter.data.copy_(original)
     return False
 
 
-def _outputs(stack: Stack, block: str) -> Tensor:
+def _parameters(norm: nn.Module, readers: Sequence[Layer]) -> list[nn.Parameter]:
+    return [*norm.parameters(recurse=False), *(layer.parameter for layer in readers)]
+
+
+def _first_output(stack: BlockStack, block: str) -> Tensor:
     return next(stack.run(block))
 
 
-def _weight(norm: nn.Module) -> object:
+def _divide_norm(norm: nn.Module, scale: Tensor, *, offset: float) -> None:
+    """Divide the outputs of a norm, which multiplies by `offset + weight`, by a scale."""
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    assert isinstance(weight, Tensor)
+    weight.data.copy_((weight.float() + offset) / scale - offset)
+    if isinstance(bias, Tensor):
+        bias.data.copy_(bias.float() / scale)
+
+
+def _normalize(scale: Tensor) -> Tensor:
+    """Center a scale around one; columns of zero inputs or weights get one."""
+    usable = torch.isfinite(scale) & (scale > 0)
+    scale = scale.where(usable, 1.0)
+    low, high = torch.aminmax(scale[usable] if usable.any() else scale)
+    return (scale / (low * high).sqrt()).where(usable, 1.0)
+
+
+def _rounding_error(layer: Layer, scale: Tensor, hessian: Tensor) -> float:
+    if layer.args is None:
+        return 0.0
+    weight = layer.matrix.float()
+    weight = weight[:: ceil_div(len(weight), _SAMPLED_ROWS)]
+    return output_error(rtn(weight * scale, layer.args).weight / scale - weight, hessian)
+
+
+def _has_weight_vector(norm: nn.Module) -> bool:
     weight = getattr(norm, "weight", None)
-    return weight if isinstance(weight, Tensor) and weight.dim() == 1 else None
+    return isinstance(weight, Tensor) and weight.dim() == 1

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from slimtensors import layerwise
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import ConfigError, MismatchError, SlimError
-from slimtensors.layerwise.allocation import find_layers, fitting_layers, unknown
-from slimtensors.layerwise.inputs import Layer, layers_of
-from slimtensors.layerwise.quantize import Progress
-from slimtensors.layerwise.smoothing import norms_of
+from slimtensors.layerwise.allocation import find_layers, fitting_layers, unmatched_targets
+from slimtensors.layerwise.engine import Progress
+from slimtensors.layerwise.inputs import Layer, collect_layers
+from slimtensors.layerwise.smoothing import find_norms
 from slimtensors.quantization import QuantizationConfig, plans, quantize_model
 from slimtensors.quantization.layers import classes_of
 from slimtensors.quantization.plans import is_target
@@ -100,7 +100,7 @@ def _run_pruning(model: nn.Module, modifier: Pruning, how: StepContext) -> Step:
         folder=how.folder,
         progress=how.progress,
     )
-    missing = [name for name in unknown(model, modifier.ignore) if name != OUTPUT]
+    missing = [name for name in unmatched_targets(model, modifier.ignore) if name != OUTPUT]
     notes = tuple(f"ignore: {name!r} fits nothing in this model" for name in missing)
     return Step(modifier_name(modifier), reports, notes, modifier.structure.name)
 
@@ -140,17 +140,17 @@ def smoothing_of(
     if isinstance(modifier, AWQ):
         if before is not None:
             raise ConfigError("SmoothQuant and AWQ smooth the same norms; use one of them")
-        return layerwise.AWQ(modifier.steps, find_norms(model, modifier.mappings))
+        return layerwise.AWQ(modifier.steps, resolve_mappings(model, modifier.mappings))
     if before is None:
         return None
-    norms = find_norms(model, before.mappings)
+    norms = resolve_mappings(model, before.mappings)
     if before.ignore:
-        norms = tuple(norms_of(model, prefix="")) if norms is None else norms
+        norms = tuple(find_norms(model, prefix="")) if norms is None else norms
         norms = tuple(name for name in norms if not is_target(before.ignore, name, ()))
     return layerwise.SmoothQuant(before.smoothing_strength, norms)
 
 
-def find_norms(model: nn.Module, mappings: Sequence[Mapped]) -> tuple[str, ...] | None:
+def resolve_mappings(model: nn.Module, mappings: Sequence[Mapped]) -> tuple[str, ...] | None:
     """Return the names of the norms in mappings; none if there are no mappings.
 
     Who reads a norm is seen when the model runs; here it is only checked that there are such
@@ -158,7 +158,7 @@ def find_norms(model: nn.Module, mappings: Sequence[Mapped]) -> tuple[str, ...] 
     """
     if not mappings:
         return None
-    norms = norms_of(model, prefix="")
+    norms = find_norms(model, prefix="")
     modules = [name for name, _ in model.named_modules()]
     found: list[str] = []
     for mapping in mappings:
@@ -235,7 +235,7 @@ def check_targets(recipe: Recipe, model: nn.Module) -> None:
             elif isinstance(modifier, ConstantPruning):
                 fitting_layers(model, modifier.targets, modifier.ignore)
             elif isinstance(modifier, SmoothQuant | AWQ):
-                find_norms(model, modifier.mappings)
+                resolve_mappings(model, modifier.mappings)
         except SlimError as error:
             raise type(error)(f"{modifier_name(modifier)}: {error}") from error
 
@@ -278,7 +278,7 @@ def apply_recipe(
     check_recipe(recipe, has_data=bool(batches))
     check_targets(recipe, model)
     held = PreservedZeros()
-    held.hold(layers_of(model).values())
+    held.hold(collect_layers(model).values())
     steps: list[Step] = []
     smooth: SmoothQuant | None = None
     for i, modifier in enumerate(recipe.modifiers):
@@ -293,8 +293,8 @@ def apply_recipe(
             step = _do(model, modifier, smooth, held, how)
         except SlimError as error:
             raise type(error)(f"{name}: {error}") from error
-        held.check(layers_of(model).values(), name)
-        held.hold(layers_of(model).values())
+        held.check(collect_layers(model).values(), name)
+        held.hold(collect_layers(model).values())
         steps.append(replace(step, seconds=time.perf_counter() - begin))
     return tuple(steps)
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from slimtensors.archive.summary import Summary, format_bytes, table
 from slimtensors.codecs.statistics import sparsity_of
-from slimtensors.layerwise.engine import prepare_batch
-from slimtensors.layerwise.inputs import Layer, layers_of, without_padding
+from slimtensors.layerwise.engine import evaluation_mode
+from slimtensors.layerwise.inputs import Layer, collect_layers, remove_padding
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization.state import parts_of, quantization_of
 from slimtensors.recipe.calibration import Batch
@@ -63,8 +63,8 @@ def measure(model: nn.Module, batches: Sequence[Batch]) -> Measured:
     kept: list[Tensor] = []
     loss, tokens, are_logits = 0.0, 0, False
     is_causal = type(model).__name__.endswith(_CAUSAL)
-    parts = without_padding(model, batches)
-    with prepare_batch(model):
+    parts = remove_padding(model, batches)
+    with evaluation_mode(model):
         for batch in parts:
             outputs, are_logits = _outputs(_called(model, batch))
             if is_causal and isinstance(batch, Mapping) and "input_ids" in batch:
@@ -146,7 +146,7 @@ class Report:
             for layer in step.layers if step.structure else ():
                 if structures.get(layer.name, _UNSTRUCTURED) == _UNSTRUCTURED:
                     structures[layer.name] = str(step.structure)  # zeros stay, and so does it
-        layers = layers_of(model)
+        layers = collect_layers(model)
         states = [_state(layers[name], structures.get(name)) for name in changed]
         return cls(tuple(steps), tuple(states), tuple(notes))
 

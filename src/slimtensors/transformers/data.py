@@ -14,7 +14,7 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.inputs import MASK, without_padding
+from slimtensors.layerwise.inputs import MASK, remove_padding
 from slimtensors.recipe.calibration import Row, extract_texts, read_texts
 
 
@@ -118,7 +118,7 @@ def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> lis
     device = next(model.parameters()).device
     return [
         {name: x.to(device) for name, x in inputs(found).items()}
-        for found in without_padding(model, islice(loader, _SAMPLES // _BATCH))
+        for found in remove_padding(model, islice(loader, _SAMPLES // _BATCH))
     ]
 
 

@@ -17,8 +17,8 @@ from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import read_config
 from slimtensors.folder.convert import Rewrite, convert_folder
-from slimtensors.layerwise.inputs import without_padding
-from slimtensors.layerwise.quantize import Progress
+from slimtensors.layerwise.engine import Progress
+from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.recipe import Calibration, Recipe
@@ -143,7 +143,7 @@ def _batches(
 ) -> tuple[list[Batch], list[str]]:
     """Return batches on the model's device, and what of them is not as asked for."""
     given, notes = batches_for(model, dataset, how, tokenizer=tokenizer)
-    batches = without_padding(model, given)  # now, as the model may not take the mask
+    batches = remove_padding(model, given)  # now, as the model may not take the mask
     unused = sorted({name for batch in batches for name in unused_columns(model, batch)})
     if unused:
         notes.append(f"the model does not take {', '.join(unused)}: left out")
