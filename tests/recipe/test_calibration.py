@@ -109,7 +109,7 @@ def test_columns_of_a_table_of_tokens_that_are_not_taken_are_told():
     more = {"token_type_ids": [0] * 16, "labels": 1}
     assert batches([row] * 4)[1] == []
     assert batches([row | more] * 4)[1] == [
-        "of the table, only input_ids are taken: labels, token_type_ids left out"
+        "only input_ids of the table is used, not labels, token_type_ids"
     ]
 
 
@@ -118,7 +118,7 @@ def test_what_fills_up_rows_is_no_data():
     rows = [{"input_ids": x, "attention_mask": [int(i > 0) for i in x]} for x in ids]
     found, notes = batches(Table(rows))
     assert [batch["input_ids"].tolist() for batch in found] == [[[5, 6, 7], [1, 2, 3]]]
-    assert "samples of 3 tokens, not 16: there are no more" in notes
+    assert "samples of 3 tokens, not 16: not enough data" in notes
 
 
 def test_batches_are_taken_as_they_are_until_there_are_enough():
@@ -142,21 +142,21 @@ def test_less_data_than_asked_for_is_told():
     how = Calibration(samples=2, length=512)
     found, notes = Data.of(TEXTS).batches(how, tokenizer=tokenizer, longest=32)
     assert found[0]["input_ids"].shape == (2, 32)
-    assert "samples of 32 tokens, not 512: the model takes no more" in notes[0]
+    assert "samples of 32 tokens, not 512: the limit of the model" in notes[0]
 
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
         ([], "empty"),
-        ([""], "no token"),
-        (["  \n "], "no token"),
-        (3, "no dataset"),
-        ("nowhere.txt", "no such file"),
-        ([{"a": "x", "b": "y"}], "which column"),
-        ([{"text": "x"}, {"text": 3}], "holds int"),
-        ([{"label": 1}], "which column"),
-        ({"input_ids": torch.ones(2, 3)}, "one batch alone, of input_ids: put it in a list"),
+        ([""], "no tokens"),
+        (["  \n "], "no tokens"),
+        (3, "not a dataset"),
+        ("nowhere.txt", "file not found"),
+        ([{"a": "x", "b": "y"}], "cannot choose a text column"),
+        ([{"text": "x"}, {"text": 3}], "contains int"),
+        ([{"label": 1}], "cannot choose a text column"),
+        ({"input_ids": torch.ones(2, 3)}, "expected a list of batches, got one batch of input_ids"),
         ([{"input_ids": [[1, 2]]}], "a list of tokens"),
         ([torch.tensor(1)], "no tensor"),
         ([object()], "no tensor"),
@@ -168,7 +168,7 @@ def test_what_is_no_data_is_refused(dataset, words):
 
 
 def test_bad_options_and_files_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="samples is a number"):
+    with pytest.raises(ConfigError, match="samples must be a positive integer"):
         Calibration(samples=0)
     with pytest.raises(ConfigError, match="pass tokenizer"):
         Data.of(TEXTS).batches(Calibration())
@@ -178,14 +178,14 @@ def test_bad_options_and_files_are_refused(tmp_path):
         Data.of(several)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "x"}\n{')
-    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+    with pytest.raises(ConfigError, match="line 2 is not valid JSON"):
         batches(bad)
     bad.write_text("7")
-    with pytest.raises(ConfigError, match="neither text nor a table"):
+    with pytest.raises(ConfigError, match="must be a string or an object"):
         batches(bad)
     for name, data in (("a.json", b'[{"text": "x"}]'), ("a.parquet", b"PAR1\0\1")):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ConfigError, match=f"{name}.*write it as"):
+        with pytest.raises(ConfigError, match=f"{name}.*expected"):
             batches(tmp_path / name)
     with pytest.raises(ConfigError, match="column 'body'"):
         list(extract_texts([{"text": "x"}], column="body"))

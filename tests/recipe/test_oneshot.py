@@ -30,7 +30,7 @@ from slimtensors.recipe import (
     Stage,
     Wanda,
 )
-from slimtensors.recipe import oneshot as prune
+from slimtensors.recipe import oneshot as oneshot_module
 from slimtensors.recipe.calibration import Calibration
 from slimtensors.recipe.oneshot import apply_recipe
 from slimtensors.recipe.report import measure
@@ -148,16 +148,18 @@ def test_masks_of_several_pruners_add_up():
 def test_a_mask_that_a_modifier_breaks_is_found(monkeypatch):
     model = llama()
 
-    def breaks(model, modifier, how):
-        step = prune._run_pruning(model, modifier, how)
+    prune = oneshot_module._prune
+
+    def prune_and_break(model, modifier, context):
+        step = prune(model, modifier, context)
         next(iter(linears(model).values())).weight.data += 1e-3
         return step
 
-    monkeypatch.setattr("slimtensors.recipe.oneshot.prune", breaks)
+    monkeypatch.setattr(oneshot_module, "_prune", prune_and_break)
     recipe = Recipe.of([MagnitudePruning(0.5, targets="re:.*mlp"), Wanda(0.5, targets="re:.*mlp")])
     apply_recipe(model, recipe, batches())  # nothing is held there
     model.model.layers[0].self_attn.q_proj.weight.data[:8] = 0
-    with pytest.raises(MismatchError, match=r"q_proj: MagnitudePruning gave back 256 weights"):
+    with pytest.raises(MismatchError, match=r"q_proj: MagnitudePruning changed 256 pruned weights"):
         apply_recipe(model, recipe, batches())
 
 
@@ -313,7 +315,7 @@ def test_a_report_reads_as_a_table():
     assert len([row for row in rows if row.startswith("model.layers.")]) == 14
     assert "perplexity" in text
     assert "note: 6 samples of calibration data, not 128" in text
-    assert "note: ignore: 're:.*nothing' fits nothing in this model" in text
+    assert "note: ignore: 're:.*nothing' matches nothing in this model" in text
 
 
 def test_a_killed_run_goes_on_in_its_work_folder(tmp_path, monkeypatch):
@@ -338,7 +340,7 @@ def test_a_killed_run_goes_on_in_its_work_folder(tmp_path, monkeypatch):
     again, report = oneshot(llama(), recipe, batches(), calibration=Calibration(work=tmp_path))
     assert same_weights(again, whole)
     assert [step.layers for step in report.steps] == [step.layers for step in want.steps]
-    with pytest.raises(MismatchError, match=r"SparseGPT: .* was begun with another config"):
+    with pytest.raises(MismatchError, match=r"SparseGPT: .* was started with a different config"):
         oneshot(llama(), [SparseGPT(0.6)], batches(), calibration=Calibration(work=tmp_path))
 
 
@@ -365,24 +367,27 @@ def test_mappings_choose_the_norms_that_are_smoothed():
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (Wanda(0.5, targets="re:.*nothing"), r"Wanda: target 're:\.\*nothing' fits no layer"),
+        (
+            Wanda(0.5, targets="re:.*nothing"),
+            r"Wanda: target 're:\.\*nothing' matches no prunable layer",
+        ),
         (Quantize("W8A8", targets=["Nothing"]), "no layer of the model fits"),
-        (SmoothQuant(), "none follows"),
-        ([Quantize("W8A8"), GPTQ("W4A16")], "quantized once"),
+        (SmoothQuant(), "must be followed by a quantizing modifier"),
+        ([Quantize("W8A8"), GPTQ("W4A16")], "quantized only once"),
         ([SmoothQuant(), AWQ(config_groups=GROUPS)], "use one of them"),
-        (GradualMagnitudePruning(), "needs training"),
-        (Stage([Wanda()], "late", "train"), "late_stage: is for train"),
-        (SparseGPT(mask_structure="3:6"), "q_proj: rows of 32 are not whole groups of 6"),
-        ([Wanda(0.5), Wanda(0.6, mask_structure="16x3")], "not made of blocks"),
+        (GradualMagnitudePruning(), "requires training"),
+        (Stage([Wanda()], "late", "train"), "late_stage: requires train"),
+        (SparseGPT(mask_structure="3:6"), "q_proj: 32 columns do not divide into groups of 6"),
+        ([Wanda(0.5), Wanda(0.6, mask_structure="16x3")], "does not divide into blocks"),
         ([Wanda(0.5), GPTQ("W4A16")], "GPTQ: .*q_proj: 32 columns do not divide"),
         ([Wanda(0.5), Quantize("W8A8", targets=["Nothing"])], "no layer of the model fits"),
         (
             AWQ(config_groups=GROUPS, mappings=[[["re:.*o_proj"], "re:.*v_proj"]]),
-            "fits no norm",
+            "matches no norm",
         ),
         (
             [SmoothQuant(mappings=[[["re:.*x_proj"], "re:.*norm"]]), Quantize("W8A8")],
-            "fits no layer",
+            "matches no layer",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_what_has_no_padding_stays_as_it_is():
 
 def test_a_batch_that_cannot_be_taken_apart_is_refused():
     patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
-    with pytest.raises(ConfigError, match="pixel_values has 8 rows where attention_mask has 3"):
+    with pytest.raises(ConfigError, match="pixel_values has 8 rows but attention_mask has 3"):
         remove_padding(nn.Linear(1, 1), [patches])
 
 
@@ -186,6 +186,6 @@ def test_what_all_rows_share_is_cut_for_each():
 
 def test_a_mask_that_leaves_nothing_is_refused():
     nothing = {"input_ids": torch.ones(2, 3), "attention_mask": torch.zeros(2, 3)}
-    with pytest.raises(ConfigError, match="attention_mask leaves out every token"):
+    with pytest.raises(ConfigError, match="attention_mask excludes every token"):
         remove_padding(nn.Linear(1, 1), [nothing])
     assert len(remove_padding(nn.Linear(1, 1), [nothing, *plain()])) == 2

@@ -1,4 +1,4 @@
-"""Recipes: what to do to a model so that it becomes sparse and quantized."""
+"""Recipes: lists of modifiers that make a model sparse and quantized."""
 
 from slimtensors.recipe.calibration import Calibration
 from slimtensors.recipe.modifiers import (

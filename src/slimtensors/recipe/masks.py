@@ -25,85 +25,45 @@ class Schedule:
     initial: float
     final: float
     every: int = 1
-    """Steps from one change to the next; the last change is always at `end`."""
+    """Steps between two updates; the last update is always at `end`."""
     power: int = 3
-    """Of the curve: 1 is straight, 3 fast first, while much is left (Zhu and Gupta, 2017)."""
+    """Exponent of the curve: 1 is linear, 3 grows fast at first (Zhu and Gupta, 2017)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end:
-            raise ConfigError(f"a schedule cannot go from step {self.start} to step {self.end}")
+            raise ConfigError(f"invalid schedule from step {self.start} to step {self.end}")
         if not 0 <= self.initial <= self.final < 1:
             raise ConfigError(
-                f"sparsity must grow, from 0 to less than 1; got {self.initial} to {self.final}"
+                f"sparsity must grow, from at least 0 to below 1; got {self.initial} to"
+                f" {self.final}"
             )
         if self.every < 1:
-            raise ConfigError(f"every: must be a number of steps from 1, got {self.every}")
+            raise ConfigError(f"every must be a positive number of steps, got {self.every}")
 
     def at(self, step: int) -> float:
-        """Return the share of weights that are zero after so many steps."""
+        """Return the share of zeros after a number of steps."""
         if step < self.start:
             return 0.0
         if step >= self.end:
             return self.final
-        left = (self.end - step) / (self.end - self.start)
-        return self.final + (self.initial - self.final) * left**self.power
+        remaining = (self.end - step) / (self.end - self.start)
+        return self.final + (self.initial - self.final) * remaining**self.power
 
     def is_due(self, step: int) -> bool:
-        """Tell whether masks change after so many steps."""
+        """Return True if masks change after this step."""
         if step == self.end:
             return True
         return self.start <= step < self.end and (step - self.start) % self.every == 0
 
 
-Ranking = Callable[[Mapping[str, Tensor], float], Mapping[str, Tensor]]
-"""Makes masks from scores and the share of zeros."""
-
-
-def by_layer(structure: Structure, views: Mapping[str, Weight]) -> Ranking:
-    """Return a ranking that gives every layer the same share of zeros, in some structure.
-
-    `views` tell how each weight is seen as a matrix.
-    """
-
-    def kept(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-        return {name: ~_zeros(structure, views[name], x, share) for name, x in scores.items()}
-
-    return kept
-
-
-def of_all_layers(structure: Structure) -> Ranking:
-    """Return a ranking that compares the weights of all layers with each other."""
-    if not isinstance(structure, Unstructured):
-        raise ConfigError(f"mask_structure {structure.name} cannot be applied globally")
-
-    def kept(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-        every = torch.cat([x.flatten() for x in scores.values()])
-        mask = ~structure.zeros(every[None], share)[0]
-        parts = torch.split(mask, [x.numel() for x in scores.values()])
-        return {name: part.view_as(scores[name]) for name, part in zip(scores, parts, strict=True)}
-
-    return kept
-
-
-def _zeros(structure: Structure, view: Weight, scores: Tensor, share: float) -> Tensor:
-    matrix = view.matrix(scores)
-    experts = matrix if matrix.dim() == 3 else matrix[None]
-    zeros = torch.stack([_zeros_of_matrix(structure, x, share) for x in experts])
-    return view.shaped(zeros.view_as(matrix), scores.shape)
-
-
-def _zeros_of_matrix(structure: Structure, scores: Tensor, share: float) -> Tensor:
-    zeros = structure.zeros(scores, share)
-    if structure.share is not None and share < structure.share:
-        # On the way to 2:4 only the lowest of those go that have to go in the end.
-        zeros = Unstructured().zeros(scores.masked_fill(~zeros, torch.inf), share)
-    return zeros
-
-
 class HeldMasks:
-    """Weights and the masks that say which of their items are kept; all others are zero.
+    """Weights with masks of the items to keep; all other items are held at zero.
 
-    Masks do not change here; those that do are kinds of this.
+    These masks are constant; subclasses update them during training.
+
+    Example:
+        >>> with HeldMasks({"weight": net.weight}, {"weight": mask}).during(optimizer):
+        ...     train(net, optimizer)
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor]) -> None:
@@ -113,22 +73,16 @@ class HeldMasks:
         }
         for name, weight in self.weights.items():
             if self.masks[name].shape != weight.shape:
-                shapes = f"{list(self.masks[name].shape)}, the weight {list(weight.shape)}"
-                raise MismatchError(f"{name}: the mask is {shapes}")
+                shapes = f"{list(self.masks[name].shape)}, expected {list(weight.shape)}"
+                raise MismatchError(f"{name}: the mask has shape {shapes}")
         self.apply()
-
-    @classmethod
-    def of_zeros(cls, weights: Mapping[str, nn.Parameter]) -> Self:
-        """Hold the zeros that weights have now."""
-        return cls(weights, {name: weight.detach() != 0 for name, weight in weights.items()})
 
     @contextmanager
     def during(self, optimizer: Optimizer) -> Iterator[Self]:
-        """Hold through every step of an optimizer, until the block ends.
+        """Apply the masks at every step of an optimizer, within the context.
 
-        Gradients are masked before they are added up, so that neither their norm nor a moment
-        knows of weights that are gone; after a step, weights and all that the optimizer remembers
-        of them are masked too.
+        Gradients are masked before they are accumulated, so that pruned weights contribute neither
+        to gradient norms nor to momentum. After a step, weights and optimizer state are masked too.
         """
         with ExitStack() as hooks:
             for name, weight in self.weights.items():
@@ -143,36 +97,36 @@ class HeldMasks:
 
     @torch.no_grad()
     def apply(self, optimizer: Optimizer | None = None) -> None:
-        """Zero what is not kept."""
+        """Set masked weights, and their optimizer state, to zero."""
         for name, weight in self.weights.items():
-            gone = ~self.masks[name]
-            weight.masked_fill_(gone, 0)  # not a product: that would leave -0.0 and NaN
+            pruned = ~self.masks[name]
+            weight.masked_fill_(pruned, 0)  # a product would keep -0.0 and NaN
             state = optimizer.state.get(weight, {}) if optimizer is not None else {}
             for x in state.values():
                 if isinstance(x, Tensor) and x.shape == weight.shape:
-                    x.masked_fill_(gone, 0)
+                    x.masked_fill_(pruned, 0)
 
     def check(self) -> None:
-        """Raise if a weight that is to be zero is not."""
+        """Raise if a masked weight is not zero."""
         for name, weight in self.weights.items():
-            broken = int(weight.detach()[~self.masks[name]].count_nonzero())
-            if broken:
-                raise MismatchError(f"{name}: {broken} weights that were pruned are not zero")
+            nonzero = int(weight.detach()[~self.masks[name]].count_nonzero())
+            if nonzero:
+                raise MismatchError(f"{name}: {nonzero} pruned weights are not zero")
 
     def learn(self, name: str, gradient: Tensor) -> None:
-        """Look at a gradient before it is masked."""
+        """Process a gradient before it is masked; does nothing here."""
 
     def advance(self) -> bool:
-        """Go on after a step of the optimizer; tell whether masks have changed."""
+        """Advance by one optimizer step; return True if masks have changed."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training must know to go on."""
+        """Return the state for resuming."""
         return {"masks": dict(self.masks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        fill(self.masks, state["masks"], "masks")
+        """Restore a state."""
+        _copy_state(self.masks, state["masks"], "masks")
 
     def _mask_gradient(self, name: str, gradient: Tensor) -> Tensor:
         self.learn(name, gradient)
@@ -184,21 +138,12 @@ class HeldMasks:
             self.apply(optimizer)
 
 
-def fill(mine: Mapping[str, Tensor], given: Mapping[str, Tensor], part: str) -> None:
-    """Copy tensors of a state into those of the same names."""
-    if mine.keys() != given.keys():
-        name = min(mine.keys() ^ given.keys())
-        where = "the checkpoint" if name in given else "this run"
-        raise MismatchError(f"{part}: {name} is pruned in {where} only")
-    for name, x in mine.items():
-        if x.shape != given[name].shape:
-            shapes = f"{list(given[name].shape)} in the checkpoint, {list(x.shape)} now"
-            raise MismatchError(f"{part}: {name}: {shapes}")
-        x.copy_(given[name])
+Ranking = Callable[[Mapping[str, Tensor], float], Mapping[str, Tensor]]
+"""Returns masks of the weights to keep, from their scores and the share of zeros."""
 
 
 class GradualMasks(HeldMasks):
-    """Masks that keep the largest weights, fewer and fewer of them by a schedule."""
+    """Masks that keep the largest weights, fewer of them over time by a schedule."""
 
     def __init__(
         self,
@@ -212,49 +157,49 @@ class GradualMasks(HeldMasks):
         self.schedule, self._ranking = schedule, ranking
         self.step = 0
         self._allowed = {name: mask.clone() for name, mask in self.masks.items()}
-        self._renew()
+        self._update_masks()
         self.apply()
 
     def advance(self) -> bool:
-        """Count a step, and prune if it is time to."""
+        """Count a step, and update the masks if due."""
         self.step += 1
-        return self._renew()
+        return self._update_masks()
 
     def scores(self) -> dict[str, Tensor]:
-        """Return how much each weight matters."""
+        """Return the importance of each weight."""
         return {name: weight.detach().abs() for name, weight in self.weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training must know to go on."""
+        """Return the state for resuming."""
         return {**super().state_dict(), "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         super().load_state_dict(state)
         self.step = state["step"]
 
     def change(self, masks: Mapping[str, Tensor]) -> None:
-        """Take other masks; the caller applies them."""
+        """Replace the masks without applying them."""
         self.masks.update(masks)
 
     @torch.no_grad()
-    def _renew(self) -> bool:
+    def _update_masks(self) -> bool:
         if not self.schedule.is_due(self.step):
             return False
         scores = {name: x.float() for name, x in self.scores().items()}
-        # What was pruned before training began ranks below everything, and never comes back.
+        # Weights that were pruned before training rank below all others and stay pruned.
         lowest = min(x.min() for x in scores.values()) - 1
         ranked = {name: x.where(self._allowed[name], lowest) for name, x in scores.items()}
-        kept = self._ranking(ranked, self.schedule.at(self.step))
-        self.change({name: mask & self._allowed[name] for name, mask in kept.items()})
+        masks = self._ranking(ranked, self.schedule.at(self.step))
+        self.change({name: mask & self._allowed[name] for name, mask in masks.items()})
         return True
 
 
 class MovementMasks(GradualMasks):
-    """Masks that follow learned scores until the schedule ends, and then stay.
+    """Masks that follow learned scores until the schedule ends, and are constant afterwards.
 
-    Scores begin as what `first` makes of the weights, and are learned at a rate of their own. What
-    a weight was when it went is kept aside, for it to come back with.
+    Scores are initialized by `first` from the weights, and learned at their own `rate`. A pruned
+    weight keeps its value aside, and continues from it if it is restored.
     """
 
     def __init__(
@@ -276,27 +221,27 @@ class MovementMasks(GradualMasks):
 
     @torch.no_grad()
     def learn(self, name: str, gradient: Tensor) -> None:
-        """Add what a gradient says about the scores: lower where it moves weights to zero."""
+        """Accumulate the gradient of the scores: lower where weights move towards zero."""
         if self.step >= self.schedule.end:
             return
-        weight = self.weights[name].detach() + self._aside[name]  # where one is zero, the other is
+        weight = self.weights[name].detach() + self._aside[name]  # one of both is always zero
         slope = gradient.float() * weight.float()
         score = self._scores[name]
         score.grad = slope if score.grad is None else score.grad.add_(slope)
 
     def advance(self) -> bool:
-        """Improve the scores, count a step, and choose anew if it is time to."""
+        """Update the scores, count a step, and update the masks if due."""
         self._learner.step()
         self._learner.zero_grad()
         return super().advance()
 
     def scores(self) -> dict[str, Tensor]:
-        """Return how much each weight matters."""
+        """Return the importance of each weight."""
         return dict(self._scores)
 
     @torch.no_grad()
     def change(self, masks: Mapping[str, Tensor]) -> None:
-        """Take other masks; put weights aside that go, and bring those back that come."""
+        """Replace the masks, set newly pruned weights aside, and restore unpruned ones."""
         for name, mask in masks.items():
             whole = self.weights[name].detach() + self._aside[name]
             self.weights[name].copy_(whole.masked_fill(~mask, 0))
@@ -304,7 +249,7 @@ class MovementMasks(GradualMasks):
         super().change(masks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training must know to go on."""
+        """Return the state for resuming."""
         scores = {name: x.detach() for name, x in self._scores.items()}
         learner = self._learner.state_dict()
         state = {"scores": scores, "aside": dict(self._aside), "learner": learner}
@@ -312,13 +257,67 @@ class MovementMasks(GradualMasks):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         super().load_state_dict(state)
-        fill(self._scores, state["scores"], "scores")
-        fill(self._aside, state["aside"], "aside")
-        self._learner.load_state_dict(deepcopy(state["learner"]))  # or both would train on it
+        _copy_state(self._scores, state["scores"], "scores")
+        _copy_state(self._aside, state["aside"], "aside")
+        self._learner.load_state_dict(deepcopy(state["learner"]))  # the optimizer keeps references
+
+
+def rank_per_layer(structure: Structure, views: Mapping[str, Weight]) -> Ranking:
+    """Return a ranking that gives every layer the same share of zeros, in some structure.
+
+    `views` define how each weight is viewed as a matrix.
+    """
+
+    def rank(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+        return {name: ~_find_zeros(structure, views[name], x, share) for name, x in scores.items()}
+
+    return rank
+
+
+def rank_globally(structure: Structure) -> Ranking:
+    """Return a ranking that compares the weights of all layers with each other."""
+    if not isinstance(structure, Unstructured):
+        raise ConfigError(f"mask_structure {structure.name} cannot be applied globally")
+
+    def rank(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+        all_scores = torch.cat([x.flatten() for x in scores.values()])
+        mask = ~structure.zeros(all_scores[None], share)[0]
+        parts = torch.split(mask, [x.numel() for x in scores.values()])
+        return {name: part.view_as(scores[name]) for name, part in zip(scores, parts, strict=True)}
+
+    return rank
 
 
 def relative_magnitude(weight: Tensor) -> Tensor:
-    """Return scores to begin with: magnitudes, in units of the standard deviation."""
+    """Return initial scores: magnitudes in units of the standard deviation."""
     return weight.abs() / weight.std().clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+def _find_zeros(structure: Structure, view: Weight, scores: Tensor, share: float) -> Tensor:
+    matrix = view.matrix(scores)
+    experts = matrix if matrix.dim() == 3 else matrix[None]
+    zeros = torch.stack([_find_matrix_zeros(structure, x, share) for x in experts])
+    return view.shaped(zeros.view_as(matrix), scores.shape)
+
+
+def _find_matrix_zeros(structure: Structure, scores: Tensor, share: float) -> Tensor:
+    zeros = structure.zeros(scores, share)
+    if structure.share is not None and share < structure.share:
+        # Below the share of 2:4, prune only the lowest scores that 2:4 would prune.
+        zeros = Unstructured().zeros(scores.masked_fill(~zeros, torch.inf), share)
+    return zeros
+
+
+def _copy_state(target: Mapping[str, Tensor], source: Mapping[str, Tensor], part: str) -> None:
+    """Copy the tensors of a state; raise if names or shapes differ."""
+    if target.keys() != source.keys():
+        name = min(target.keys() ^ source.keys())
+        where = "the checkpoint" if name in source else "this run"
+        raise MismatchError(f"{part}: {name} is pruned in {where} only")
+    for name, x in target.items():
+        if x.shape != source[name].shape:
+            shapes = f"{list(source[name].shape)} in the checkpoint, expected {list(x.shape)}"
+            raise MismatchError(f"{part}: {name} has shape {shapes}")
+        x.copy_(source[name])

@@ -1,4 +1,4 @@
-"""Modifiers: one step of a recipe each, a frozen dataclass."""
+"""Modifiers: the steps of a recipe, one frozen dataclass each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,213 +14,159 @@ from slimtensors.quantization import (
 )
 
 Sparsity = float | tuple[float, ...] | Mapping[str, float]
-"""The share of zeros: of every layer, of the layers of each block, or by target."""
+"""Share of zeros: one for all layers, one per block, or one per target."""
 
 LINEAR, OUTPUT = "Linear", "lm_head"
-
-
-def check_names(given: Any) -> tuple[str, ...]:
-    """Return targets as a tuple; one alone may be given as text."""
-    found = tuple(given) if isinstance(given, list | tuple) else (given,)
-    if not all(isinstance(each, str) for each in found):
-        raise ConfigError(f"targets are names, patterns or classes of layers, not {given!r}")
-    return found
-
-
-def check_share(value: object, name: str) -> float:
-    """Return a share of zeros: a number from 0 up to, but not, 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ConfigError(f"{name} is a share from 0 up to 1, not {value!r}")
-    return float(value)
-
-
-def check_shares(value: object, name: str) -> Sparsity:
-    """Return one share, one for each block, or one for each target."""
-    if isinstance(value, Mapping):
-        return {str(key): check_share(x, f"{name} of {key}") for key, x in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(check_share(x, name) for x in value)
-    return check_share(value, name)
-
-
-def check_positive(value: object, name: str) -> float:
-    """Return a number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"{name} is a number above zero, not {value!r}")
-    return float(value)
-
-
-def check_choice(value: object, name: str, known: Sequence[str]) -> str:
-    """Return one of some words."""
-    if value not in known:
-        raise ConfigError(f"{name} is one of {', '.join(known)}, not {value!r}")
-    return str(value)
-
-
-def check_structure(text: object, sparsity: Sparsity, name: str) -> Structure:
-    """Return the structure; raise if it fixes another share of zeros than the one asked for."""
-    if not isinstance(text, str):
-        raise ConfigError(f"mask_structure is text, as '2:4' in quotes, not {text!r}")
-    found = parse_structure(text)
-    each = [*sparsity.values()] if isinstance(sparsity, Mapping) else sparsity
-    every = each if isinstance(each, list | tuple) else (each,)
-    if found.share is not None and any(abs(x - found.share) > 1e-6 for x in every):
-        raise ConfigError(
-            f"mask_structure {text} keeps {text.replace(':', ' of ')}, which is a sparsity of"
-            f" {found.share:g}, but {name} says {sparsity!r}"
-        )
-    return found
-
+SCHEDULES = ("cubic", "linear")
 
 _UNSTRUCTURED = "unstructured"
 
 
 @dataclass(frozen=True)
-class _Pruning:
-    """What all of them say: how many weights go, where, and from which layers."""
+class _OneShotPruning:
+    """Fields of all modifiers that prune in one shot."""
 
     sparsity: Sparsity = 0.5
-    """The share of zeros: one for all layers, a list with one per block, or by target."""
+    """Share of zeros: one for all layers, a list with one per block, or one per target."""
     mask_structure: str = _UNSTRUCTURED
-    """`unstructured`, `2:4` and the like (kept of how many), `rows`, or blocks like `16x16`."""
+    """`unstructured`, N:M like `2:4` (2 of 4 weights are kept), `rows`, or blocks like `16x16`."""
     targets: tuple[str, ...] = (LINEAR,)
     """Names, classes, or patterns of names (`re:.*mlp.*`) of layers."""
     ignore: tuple[str, ...] = (OUTPUT,)
 
     def __post_init__(self) -> None:
-        _put_pruning(self, "sparsity", check_shares(self.sparsity, "sparsity"))
-        _put_pruning(self, "targets", check_names(self.targets))
-        _put_pruning(self, "ignore", check_names(self.ignore))
+        _set(self, sparsity=_check_sparsity(self.sparsity, "sparsity"))
+        _set(self, targets=_check_names(self.targets), ignore=_check_names(self.ignore))
         if self.structure.name == _UNSTRUCTURED:
-            _put_pruning(self, "mask_structure", _UNSTRUCTURED)
+            _set(self, mask_structure=_UNSTRUCTURED)
 
     @property
     def structure(self) -> Structure:
-        """Where zeros may be."""
-        return check_structure(self.mask_structure, self.sparsity, "sparsity")
+        """Structure of the zeros."""
+        return _check_structure(self.mask_structure, self.sparsity, "sparsity")
 
 
 @dataclass(frozen=True)
-class _Profiled(_Pruning):
-    """What those say that see data: which layers may lose more than others."""
+class _CalibratedPruning(_OneShotPruning):
+    """Fields of modifiers that prune with calibration data."""
 
     sparsity_profile: str | None = None
-    """`owl`: layers whose inputs have many outliers keep more weights (Yin et al., 2023)."""
+    """`owl`: layers with many outliers in their inputs are pruned less (Yin et al., 2023)."""
     owl_m: float = 5.0
-    """How many times the mean an outlier is at least."""
+    """Multiple of the mean from which on a value is an outlier."""
     owl_lmbda: float = 0.08
-    """Half of how far the sparsities of two layers may lie apart."""
+    """Half of the largest difference between the sparsities of two layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sparsity_profile is None:
             return
-        _put_pruning(self, "sparsity_profile", str(self.sparsity_profile).lower())
-        check_choice(self.sparsity_profile, "sparsity_profile", ["owl"])
-        check_positive(self.owl_m, "owl_m")
-        check_share(self.owl_lmbda, "owl_lmbda")
+        _set(self, sparsity_profile=str(self.sparsity_profile).lower())
+        _check_choice(self.sparsity_profile, "sparsity_profile", ["owl"])
+        _check_positive(self.owl_m, "owl_m")
+        _check_share(self.owl_lmbda, "owl_lmbda")
         if not isinstance(self.sparsity, float) or self.structure.share is not None:
-            raise ConfigError("sparsity_profile spreads one sparsity, without a structure like 2:4")
+            raise ConfigError(
+                "sparsity_profile requires a single sparsity, and no structure like 2:4"
+            )
 
 
 @dataclass(frozen=True)
-class MagnitudePruning(_Pruning):
-    """Remove the smallest weights of each layer; needs no data."""
+class MagnitudePruning(_OneShotPruning):
+    """Prune the smallest weights of each layer; needs no data."""
 
 
 @dataclass(frozen=True)
-class Wanda(_Profiled):
-    """Remove weights that are small for how much flows into them (Sun et al., 2023)."""
+class Wanda(_CalibratedPruning):
+    """Prune weights by magnitude times the norm of their inputs (Sun et al., 2023)."""
 
 
 @dataclass(frozen=True)
-class SparseGPT(_Profiled):
-    """Remove weights column by column, and let others make up for it (Frantar et al., 2023)."""
+class SparseGPT(_CalibratedPruning):
+    """Prune column by column with error compensation (Frantar et al., 2023).
+
+    Example:
+        >>> oneshot(model, [SparseGPT(mask_structure="2:4")], dataset, output_dir="sparse")
+    """
 
     block_size: int = 128
-    """Columns of which the least important weights are chosen at a time."""
+    """Number of columns for which zeros are chosen at a time."""
     dampening_frac: float = 0.01
     """Added to the diagonal of the Hessian, in units of its mean."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self.dampening_frac, "dampening_frac")
+        _check_positive(self.dampening_frac, "dampening_frac")
         if not isinstance(self.block_size, int) or self.block_size < 1:
-            raise ConfigError(f"block_size is a number of columns, not {self.block_size!r}")
+            raise ConfigError(f"block_size must be a positive integer, got {self.block_size!r}")
 
 
 @dataclass(frozen=True)
 class ConstantPruning:
-    """Hold every weight at zero that is zero when this begins."""
+    """Keep the weights at zero that are zero at the start."""
 
     targets: tuple[str, ...] = (LINEAR,)
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _put_pruning(self, "targets", check_names(self.targets))
-        _put_pruning(self, "ignore", check_names(self.ignore))
-
-
-def _put_pruning(modifier: object, field: str, value: Any) -> None:
-    object.__setattr__(modifier, field, value)
+        _set(self, targets=_check_names(self.targets), ignore=_check_names(self.ignore))
 
 
 @dataclass(frozen=True)
-class Mapped:
-    """A norm, and the layers that read it."""
+class NormMapping:
+    """A norm, and the layers that read its outputs."""
 
     smooth_layer: str
     balance_layers: tuple[str, ...]
 
     @classmethod
-    def of(cls, given: object) -> "Mapped":
-        """Read either form in which others write it."""
-        match given:
-            case Mapped():
-                return given
+    def parse(cls, value: object) -> "NormMapping":
+        """Read a pair `[[layers], norm]` or a mapping, as in recipes of llm-compressor."""
+        match value:
+            case NormMapping():
+                return value
             case {"smooth_layer": str(norm), "balance_layers": layers, **rest} if not rest:
-                return cls(norm, check_names(layers))
+                return cls(norm, _check_names(layers))
             case [layers, str(norm)]:
-                return cls(norm, check_names(layers))
+                return cls(norm, _check_names(layers))
         raise ConfigError(
-            f"a mapping is [[layers that read a norm], norm], or smooth_layer and balance_layers;"
-            f" not {given!r}"
+            "a mapping must be [[layers], norm], or have smooth_layer and balance_layers;"
+            f" got {value!r}"
         )
+
+    @classmethod
+    def parse_all(cls, values: Sequence[object] | None) -> "tuple[NormMapping, ...]":
+        """Read all mappings of a modifier."""
+        return tuple(cls.parse(value) for value in values or ())
 
 
 @dataclass(frozen=True)
-class _Quantizing:
-    """What all of them say: which layers are quantized, and how."""
+class _Quantization:
+    """Fields of all modifiers that quantize."""
 
     scheme: str | None = None
-    """A name like `W4A16`; or else, `config_groups`."""
+    """Name of a scheme like `W4A16`, instead of `config_groups`."""
     config_groups: Mapping[str, QuantizationScheme] = field(default_factory=dict)
     targets: tuple[str, ...] = (LINEAR,)
-    """Layers that `scheme` is for."""
+    """Layers to which `scheme` applies."""
     ignore: tuple[str, ...] = (OUTPUT,)
     kv_cache_scheme: QuantizationArgs | None = None
 
     def __post_init__(self) -> None:
-        _put_quantizing(self, "targets", check_names(self.targets))
-        _put_quantizing(self, "ignore", check_names(self.ignore))
+        _set(self, targets=_check_names(self.targets), ignore=_check_names(self.ignore))
         if isinstance(self.kv_cache_scheme, Mapping):
-            _put_quantizing(
-                self, "kv_cache_scheme", QuantizationArgs.from_dict(self.kv_cache_scheme)
-            )
-        if isinstance(self.scheme, Mapping):  # as others allow: targets by the name of a scheme
-            _put_quantizing(self, "config_groups", {**self.config_groups, **self.scheme})
-            _put_quantizing(self, "scheme", None)
+            _set(self, kv_cache_scheme=QuantizationArgs.from_dict(self.kv_cache_scheme))
+        if isinstance(self.scheme, Mapping):  # llm-compressor accepts targets by scheme name here
+            _set(self, config_groups={**self.config_groups, **self.scheme}, scheme=None)
         if (self.scheme is None) == (not self.config_groups):
-            raise ConfigError("needs a scheme like W4A16, or config_groups, and not both")
+            raise ConfigError("either scheme (like W4A16) or config_groups is required")
         if self.scheme is not None:
             QuantizationScheme.preset(self.scheme)
-        _put_quantizing(
-            self, "config_groups", QuantizationConfig({**self.config_groups}).config_groups
-        )
+        _set(self, config_groups=QuantizationConfig({**self.config_groups}).config_groups)
 
     @property
     def config(self) -> QuantizationConfig:
-        """What `config.json` would say."""
+        """Quantization config of the model, as in `config.json`."""
         groups = dict(self.config_groups)
         if self.scheme is not None:
             groups = {"group_0": QuantizationScheme.preset(self.scheme, self.targets)}
@@ -230,31 +176,35 @@ class _Quantizing:
 
 
 @dataclass(frozen=True)
-class Quantize(_Quantizing):
-    """Round weights to nearest; data is needed only for static scales of activations."""
+class Quantize(_Quantization):
+    """Round weights to nearest; only static activation scales need data."""
 
 
 @dataclass(frozen=True)
-class GPTQ(_Quantizing):
-    """Round weights column by column, and let others make up for it (Frantar et al., 2022)."""
+class GPTQ(_Quantization):
+    """Round weights column by column with error compensation (Frantar et al., 2022).
+
+    Example:
+        >>> oneshot(model, [GPTQ("W4A16")], dataset, output_dir="quantized")
+    """
 
     dampening_frac: float = 0.01
     """Added to the diagonal of the Hessian, in units of its mean."""
     actorder: ActivationOrdering | None = None
-    """`weight` or `group`: round the columns first into which most flows."""
+    """`weight` or `group`: round the columns with the largest inputs first."""
     static_groups: bool = True
-    """Whether the scales of all groups are found before the first column is rounded."""
+    """Whether the scales of all groups are computed before the first column is rounded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self.dampening_frac, "dampening_frac")
+        _check_positive(self.dampening_frac, "dampening_frac")
         if self.actorder is not None:
             args = QuantizationArgs(4, group_size=128, actorder=self.actorder)
-            _put_quantizing(self, "actorder", args.actorder)
+            _set(self, actorder=args.actorder)
 
     @property
     def config(self) -> QuantizationConfig:
-        """What `config.json` would say, with the order of columns."""
+        """Quantization config of the model, with `actorder`."""
         config = super().config
         if self.actorder is None:
             return config
@@ -267,148 +217,170 @@ class GPTQ(_Quantizing):
 
 
 @dataclass(frozen=True)
-class AWQ(_Quantizing):
-    """Scale weights so that rounding to nearest does least harm, then round (Lin et al., 2023)."""
+class AWQ(_Quantization):
+    """Search for the scales with the smallest rounding error, then round (Lin et al., 2023)."""
 
     steps: int = 20
-    """How many scales are tried."""
-    mappings: tuple[Mapped, ...] = ()
-    """Norms to smooth, with who reads them; by default all that can be."""
+    """Number of scales to try."""
+    mappings: tuple[NormMapping, ...] = ()
+    """Norms to smooth, and the layers that read them; all possible ones by default."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _put_quantizing(self, "mappings", _mappings(self.mappings))
+        _set(self, mappings=NormMapping.parse_all(self.mappings))
 
 
 @dataclass(frozen=True)
 class SmoothQuant:
-    """Share large inputs between inputs and weights, for the quantizing modifier that follows."""
+    """Balance the ranges of inputs and weights for the quantizing modifier that follows."""
 
     smoothing_strength: float = 0.5
-    """0 leaves it all to the inputs, 1 to the weights (Xiao et al., 2022)."""
-    mappings: tuple[Mapped, ...] = ()
-    """Norms to smooth, with who reads them; by default all that can be."""
+    """0 leaves the whole range to the inputs, 1 to the weights (Xiao et al., 2022)."""
+    mappings: tuple[NormMapping, ...] = ()
+    """Norms to smooth, and the layers that read them; all possible ones by default."""
     ignore: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _put_quantizing(self, "mappings", _mappings(self.mappings))
-        _put_quantizing(self, "ignore", check_names(self.ignore))
+        _set(self, mappings=NormMapping.parse_all(self.mappings), ignore=_check_names(self.ignore))
         if not 0 <= self.smoothing_strength <= 1:
-            raise ConfigError(f"smoothing_strength is from 0 to 1, not {self.smoothing_strength!r}")
-
-
-def _mappings(given: Sequence[object] | None) -> tuple[Mapped, ...]:
-    return tuple(Mapped.of(each) for each in given or ())
-
-
-def _put_quantizing(modifier: object, field: str, value: Any) -> None:
-    object.__setattr__(modifier, field, value)
-
-
-SCHEDULES = ("cubic", "linear")
+            raise ConfigError(
+                f"smoothing_strength must be from 0 to 1, got {self.smoothing_strength!r}"
+            )
 
 
 @dataclass(frozen=True)
-class _Gradual:
-    """What all say that prune little by little; times are in epochs."""
+class _GradualPruning:
+    """Fields of all modifiers that prune gradually during training; times are in epochs."""
 
     final_sparsity: float = 0.5
     init_sparsity: float = 0.0
     start: float = 0.0
     end: float | None = None
-    """When the final sparsity is reached; by default, when training ends."""
+    """Time at which the final sparsity is reached; the end of training by default."""
     update_frequency: float | None = None
-    """Time from one choice of zeros to the next; by default, every step of the optimizer."""
+    """Time between two updates of the masks; one optimizer step by default."""
     schedule: str = "cubic"
-    """How sparsity grows: `cubic`, fast at first, or `linear`."""
-    mask_structure: str = "unstructured"
-    """`unstructured`, `2:4` and the like (kept of how many), `rows`, or blocks like `16x16`."""
+    """Growth of the sparsity: `cubic` (fast at first) or `linear`."""
+    mask_structure: str = _UNSTRUCTURED
+    """`unstructured`, N:M like `2:4` (2 of 4 weights are kept), `rows`, or blocks like `16x16`."""
     apply_globally: bool = False
-    """Whether weights are compared with those of all layers, not only of their own."""
+    """Whether weights are ranked across all layers instead of within each layer."""
     targets: tuple[str, ...] = (LINEAR,)
     ignore: tuple[str, ...] = (OUTPUT,)
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "targets", check_names(self.targets))
-        put(self, "ignore", check_names(self.ignore))
-        put(self, "final_sparsity", check_share(self.final_sparsity, "final_sparsity"))
-        put(self, "init_sparsity", check_share(self.init_sparsity, "init_sparsity"))
-        check_choice(self.schedule, "schedule", SCHEDULES)
+        _set(self, targets=_check_names(self.targets), ignore=_check_names(self.ignore))
+        _set(self, final_sparsity=_check_share(self.final_sparsity, "final_sparsity"))
+        _set(self, init_sparsity=_check_share(self.init_sparsity, "init_sparsity"))
+        _check_choice(self.schedule, "schedule", SCHEDULES)
         if self.init_sparsity > self.final_sparsity:
-            raise ConfigError("init_sparsity is above final_sparsity; weights do not come back")
+            raise ConfigError("init_sparsity must not be above final_sparsity")
         if self.start < 0 or (self.end is not None and self.end <= self.start):
-            raise ConfigError(f"end {self.end} does not come after start {self.start}")
+            raise ConfigError(f"end must be after start, got {self.end} and {self.start}")
         if self.update_frequency is not None:
-            check_positive(self.update_frequency, "update_frequency")
-        if self.structure.name == "unstructured":
-            put(self, "mask_structure", "unstructured")
+            _check_positive(self.update_frequency, "update_frequency")
+        if self.structure.name == _UNSTRUCTURED:
+            _set(self, mask_structure=_UNSTRUCTURED)
 
     @property
     def structure(self) -> Structure:
-        """Where zeros may be."""
-        return check_structure(self.mask_structure, self.final_sparsity, "final_sparsity")
+        """Structure of the zeros."""
+        return _check_structure(self.mask_structure, self.final_sparsity, "final_sparsity")
 
 
 @dataclass(frozen=True)
-class GradualMagnitudePruning(_Gradual):
-    """Remove the smallest weights, a few more at a time (Zhu and Gupta, 2017)."""
+class GradualMagnitudePruning(_GradualPruning):
+    """Prune the smallest weights, more of them over time (Zhu and Gupta, 2017)."""
 
 
 @dataclass(frozen=True)
-class MovementPruning(_Gradual):
-    """Remove weights that training moves towards zero (Sanh et al., 2020)."""
+class MovementPruning(_GradualPruning):
+    """Prune weights that training moves towards zero (Sanh et al., 2020)."""
 
     score_learning_rate: float = 1e-2
-    """How fast the scores are learned that decide which weights go."""
+    """Learning rate of the scores that decide which weights are pruned."""
     score_init: str = "zeros"
-    """What scores begin with: `zeros`, as PruneBERT's, or `magnitude`, in units of the layer's
-    standard deviation: better where training is too short to learn them all."""
+    """Initial scores: `zeros`, as in PruneBERT, or `magnitude` in units of the layer's standard
+    deviation, which is better if training is too short to learn all scores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self.score_learning_rate, "score_learning_rate")
-        check_choice(self.score_init, "score_init", ("zeros", "magnitude"))
+        _check_positive(self.score_learning_rate, "score_learning_rate")
+        _check_choice(self.score_init, "score_init", ("zeros", "magnitude"))
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """Learn also from what a teacher says, by default the model itself before training."""
+    """Add the divergence from a teacher to the training loss."""
 
     teacher: str | None = None
-    """A folder or a name; by default, the model as it comes in."""
+    """Folder or name of the teacher; the model itself before training by default."""
     hardness: float = 0.5
-    """How much of the loss is the teacher's, from 0 to 1."""
+    """Weight of the teacher in the loss, from 0 to 1."""
     temperature: float = 2.0
 
     def __post_init__(self) -> None:
-        check_positive(self.temperature, "temperature")
+        _check_positive(self.temperature, "temperature")
         if not 0 < self.hardness <= 1:
-            raise ConfigError(f"hardness is a share above 0 and up to 1, not {self.hardness!r}")
+            raise ConfigError(f"hardness must be above 0 and at most 1, got {self.hardness!r}")
 
 
-Pruning = MagnitudePruning | Wanda | SparseGPT
-Quantizing = Quantize | GPTQ | AWQ
-Training = GradualMagnitudePruning | MovementPruning | Distillation
-"""What only `train` can do."""
-Modifier = Pruning | ConstantPruning | Quantizing | SmoothQuant | Training
+PruningModifier = MagnitudePruning | Wanda | SparseGPT
+QuantizationModifier = Quantize | GPTQ | AWQ
+TrainingModifier = GradualMagnitudePruning | MovementPruning | Distillation
+"""Modifiers that require `train`."""
+Modifier = PruningModifier | ConstantPruning | QuantizationModifier | SmoothQuant | TrainingModifier
 
-__all__ = [
-    "AWQ",
-    "GPTQ",
-    "ConstantPruning",
-    "Distillation",
-    "GradualMagnitudePruning",
-    "MagnitudePruning",
-    "Mapped",
-    "Modifier",
-    "MovementPruning",
-    "Pruning",
-    "Quantize",
-    "Quantizing",
-    "SmoothQuant",
-    "SparseGPT",
-    "Sparsity",
-    "Training",
-    "Wanda",
-]
+
+def _set(modifier: object, **values: Any) -> None:
+    """Set fields of a frozen dataclass in `__post_init__`."""
+    for name, value in values.items():
+        object.__setattr__(modifier, name, value)
+
+
+def _check_names(value: Any) -> tuple[str, ...]:
+    """Return targets as a tuple; accept a single string."""
+    names = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"targets must be names, patterns or classes of layers, got {value!r}")
+    return names
+
+
+def _check_share(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"{name} must be at least 0 and below 1, got {value!r}")
+    return float(value)
+
+
+def _check_sparsity(value: object, name: str) -> Sparsity:
+    """Return one share, one per block, or one per target."""
+    if isinstance(value, Mapping):
+        return {str(key): _check_share(x, f"{name} of {key}") for key, x in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_check_share(x, name) for x in value)
+    return _check_share(value, name)
+
+
+def _check_positive(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def _check_choice(value: object, name: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_structure(text: object, sparsity: Sparsity, name: str) -> Structure:
+    """Return the structure; raise if it determines another share of zeros than requested."""
+    if not isinstance(text, str):
+        raise ConfigError(f"mask_structure must be a string like '2:4' in quotes, got {text!r}")
+    structure = parse_structure(text)
+    values = [*sparsity.values()] if isinstance(sparsity, Mapping) else sparsity
+    shares = values if isinstance(values, list | tuple) else (values,)
+    if structure.share is not None and any(abs(x - structure.share) > 1e-6 for x in shares):
+        raise ConfigError(
+            f"mask_structure {text} keeps {text.replace(':', ' of ')} weights, a sparsity of"
+            f" {structure.share:g}, but {name} is {sparsity!r}"
+        )
+    return structure

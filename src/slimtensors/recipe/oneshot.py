@@ -1,4 +1,4 @@
-"""Apply a recipe in one shot: the model is run, not trained."""
+"""Apply a recipe in one shot: run the model on calibration data, without training."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 from slimtensors import layerwise
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import ConfigError, MismatchError, SlimError
-from slimtensors.layerwise.allocation import find_layers, fitting_layers, unmatched_targets
-from slimtensors.layerwise.engine import Progress
+from slimtensors.layerwise.allocation import unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.smoothing import find_norms
-from slimtensors.quantization import QuantizationConfig, plans, quantize_model
+from slimtensors.quantization import QuantizationConfig, plans
 from slimtensors.quantization.layers import classes_of
 from slimtensors.quantization.plans import is_target
-from slimtensors.quantization.state import Report
+from slimtensors.quantization.state import Report as QuantizationReport
 from slimtensors.recipe.calibration import Batch
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
     OUTPUT,
     ConstantPruning,
-    Mapped,
     Modifier,
-    Pruning,
+    NormMapping,
+    PruningModifier,
+    QuantizationModifier,
     Quantize,
-    Quantizing,
     SmoothQuant,
     SparseGPT,
-    Training,
+    TrainingModifier,
     Wanda,
 )
 from slimtensors.recipe.recipe import Recipe, modifier_name
@@ -41,80 +40,159 @@ from slimtensors.recipe.report import Step
 from slimtensors.storage import StrPath
 from slimtensors.tensor import to_cpu
 
-
-@dataclass(frozen=True)
-class StepContext:
-    """Data to run the model on, a folder for what is finished, and who hears of it."""
-
-    batches: Sequence[Batch] = ()
-    folder: Path | None = None
-    progress: Progress | None = None
-
+Start = Callable[[str], layerwise.Progress | None]
+"""Called with the name of each modifier; returns the progress callback of its layers."""
 
 _SPARSE = 0.05
-"""The share of zeros from which on they are there on purpose."""
+"""Share of zeros from which on the zeros of a layer must be preserved."""
 
 
-class PreservedZeros:
-    """Where each layer was zero, in a bit per weight."""
+def apply_recipe(
+    model: nn.Module,
+    recipe: Recipe,
+    batches: Sequence[Batch] = (),
+    *,
+    work: StrPath | None = None,
+    start: Start = lambda name: None,
+) -> tuple[Step, ...]:
+    """Prune and quantize a model in place and return the result of each modifier.
 
-    def __init__(self) -> None:
-        self._masks: dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+    Existing and new zeros stay zero until the end, which is checked after every modifier. With a
+    `work` folder, an interrupted run resumes after the last finished layer.
+    """
+    check_recipe(recipe, has_data=bool(batches))
+    check_targets(recipe, model)
+    zeros = _PreservedZeros()
+    zeros.record(collect_layers(model).values())
+    steps: list[Step] = []
+    smoothing: SmoothQuant | None = None
+    for i, modifier in enumerate(recipe.modifiers):
+        if isinstance(modifier, SmoothQuant):
+            smoothing = modifier  # applied together with the quantizing modifier that follows
+            continue
+        name = modifier_name(modifier)
+        folder = None if work is None else Path(work, f"{i:02d}-{name}")
+        context = _StepContext(batches, folder, start(name))
+        started = time.perf_counter()
+        try:
+            if isinstance(modifier, QuantizationModifier):
+                step = _quantize(model, modifier, smoothing, context)
+            elif isinstance(modifier, PruningModifier):
+                step = _prune(model, modifier, context)
+            elif isinstance(modifier, ConstantPruning):
+                layers = layerwise.fitting_layers(model, modifier.targets, modifier.ignore)
+                zeros.record(layers.values(), min_share=0)
+                step = Step(name)
+            else:
+                raise ConfigError("requires training: use slimtensors.transformers.train")
+        except SlimError as error:
+            raise type(error)(f"{name}: {error}") from error
+        zeros.check(collect_layers(model).values(), name)
+        zeros.record(collect_layers(model).values())
+        steps.append(replace(step, seconds=time.perf_counter() - started))
+    return tuple(steps)
 
-    def hold(self, layers: Iterable[Layer], *, from_share: float = _SPARSE) -> None:
-        """Hold the zeros of layers that have so many of them."""
-        for layer in layers:
-            weight = to_cpu(layer.parameter.data)
-            zeros = count_zeros(weight)
-            if zeros.zero + zeros.negative > from_share * zeros.items:
-                self._masks[layer.name] = np.packbits((weight == 0).flatten().numpy())
 
-    def check(self, layers: Iterable[Layer], modifier: str) -> None:
-        """Raise if a modifier gave a layer weights where it had zeros."""
-        for layer in layers:
-            if (packed := self._masks.get(layer.name)) is None:
-                continue
-            back = int(to_cpu(layer.parameter.data).flatten()[_unpacked(packed, layer)].ne(0).sum())
-            if back:
-                raise MismatchError(
-                    f"{layer.name}: {modifier} gave back {back} weights that were pruned; this is"
-                    " a fault of this library, and nothing was saved"
-                )
-
-
-def _unpacked(packed: "np.ndarray[tuple[int], np.dtype[np.uint8]]", layer: Layer) -> Tensor:
-    return torch.from_numpy(np.unpackbits(packed, count=layer.parameter.numel())).bool()
+def check_recipe(recipe: Recipe, *, has_data: bool) -> None:
+    """Raise if a recipe requires training, requires missing data, or is inconsistent."""
+    for stage in recipe.stages:
+        if stage.run_type == "train":
+            raise ConfigError(f"{stage.name}_stage: requires train, not oneshot")
+    for i, modifier in enumerate(recipe.modifiers):
+        name = modifier_name(modifier)
+        if isinstance(modifier, TrainingModifier):
+            raise ConfigError(f"{name}: requires training; use train, or another modifier")
+        if needs_data(modifier) and not has_data:
+            raise ConfigError(f"{name}: needs calibration data: pass dataset=...")
+        if isinstance(modifier, SmoothQuant) and not _quantizing_names(recipe.modifiers[i:]):
+            raise ConfigError(f"{name}: must be followed by a quantizing modifier")
+    if len(names := _quantizing_names(recipe.modifiers)) > 1:
+        raise ConfigError(
+            f"{' and '.join(names)}: a model can be quantized only once;"
+            " use one modifier with several groups"
+        )
 
 
-def _run_pruning(model: nn.Module, modifier: Pruning, how: StepContext) -> Step:
-    """Prune a model in place."""
-    layers = layerwise.find_layers(
-        model, modifier.targets, modifier.ignore, structure=modifier.structure
-    )
+def _quantizing_names(modifiers: Iterable[Modifier]) -> list[str]:
+    return [modifier_name(m) for m in modifiers if isinstance(m, QuantizationModifier)]
+
+
+def check_targets(recipe: Recipe, model: nn.Module) -> None:
+    """Raise if a modifier does not fit the model, before any work is done."""
+    for modifier in recipe.modifiers:
+        try:
+            if isinstance(modifier, QuantizationModifier):
+                plans.find_layers(model, config_for(model, modifier), _SilentReport())
+            if isinstance(modifier, PruningModifier):
+                _find_layers(model, modifier)
+            elif isinstance(modifier, ConstantPruning):
+                layerwise.fitting_layers(model, modifier.targets, modifier.ignore)
+            elif isinstance(modifier, SmoothQuant | AWQ):
+                _resolve_mappings(model, modifier.mappings)
+        except SlimError as error:
+            raise type(error)(f"{modifier_name(modifier)}: {error}") from error
+
+
+def needs_data(modifier: Modifier) -> bool:
+    """Return True if a modifier requires calibration data."""
+    if isinstance(modifier, Quantize):
+        return modifier.config.needs_data
+    return isinstance(modifier, Wanda | SparseGPT | GPTQ | AWQ | SmoothQuant)
+
+
+def config_for(model: nn.Module, modifier: QuantizationModifier) -> QuantizationConfig:
+    """Return the config of a modifier; `lm_head` is ignored only if the model has one."""
+    config = modifier.config
+    modules = model.named_modules()
+    if any(is_target([OUTPUT], name, classes_of(module)) for name, module in modules):
+        return config
+    return replace(config, ignore=[name for name in config.ignore if name != OUTPUT])
+
+
+@dataclass(frozen=True)
+class _StepContext:
+    """Data, work folder and progress callback of one modifier."""
+
+    batches: Sequence[Batch]
+    folder: Path | None
+    progress: layerwise.Progress | None
+
+
+def _prune(model: nn.Module, modifier: PruningModifier, context: _StepContext) -> Step:
+    layers = _find_layers(model, modifier)
     reports = layerwise.prune_model(
         model,
-        _shares(model, layers, modifier, how),
-        method=_pruning_method(modifier, how),
+        _allocate_shares(model, layers, modifier, context.batches),
+        method=_pruning_method(modifier, has_data=bool(context.batches)),
         structure=modifier.structure,
-        calibration=how.batches,
-        folder=how.folder,
-        progress=how.progress,
+        calibration=context.batches,
+        folder=context.folder,
+        progress=context.progress,
     )
-    missing = [name for name in unmatched_targets(model, modifier.ignore) if name != OUTPUT]
-    notes = tuple(f"ignore: {name!r} fits nothing in this model" for name in missing)
+    unmatched = [name for name in unmatched_targets(model, modifier.ignore) if name != OUTPUT]
+    notes = tuple(f"ignore: {name!r} matches nothing in this model" for name in unmatched)
     return Step(modifier_name(modifier), reports, notes, modifier.structure.name)
 
 
-def _pruning_method(modifier: Pruning, how: StepContext) -> layerwise.PruningMethod:
-    if isinstance(modifier, SparseGPT):
-        return layerwise.SparseGPT(modifier.block_size, modifier.dampening_frac)
-    return (
-        layerwise.Wanda() if isinstance(modifier, Wanda) else layerwise.Magnitude(bool(how.batches))
+def _find_layers(model: nn.Module, modifier: PruningModifier) -> dict[str, Layer]:
+    return layerwise.find_layers(
+        model, modifier.targets, modifier.ignore, structure=modifier.structure
     )
 
 
-def _shares(
-    model: nn.Module, layers: Mapping[str, Layer], modifier: Pruning, how: StepContext
+def _pruning_method(modifier: PruningModifier, *, has_data: bool) -> layerwise.PruningMethod:
+    if isinstance(modifier, SparseGPT):
+        return layerwise.SparseGPT(modifier.block_size, modifier.dampening_frac)
+    if isinstance(modifier, Wanda):
+        return layerwise.Wanda()
+    return layerwise.Magnitude(has_data)
+
+
+def _allocate_shares(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    modifier: PruningModifier,
+    batches: Sequence[Batch],
 ) -> dict[str, float]:
     sparsity = modifier.sparsity
     if isinstance(sparsity, Mapping):
@@ -126,195 +204,105 @@ def _shares(
             model,
             layers,
             sparsity,
-            batches=how.batches,
+            batches=batches,
             times=modifier.owl_m,
             limit=modifier.owl_lmbda,
         )
     return dict.fromkeys(layers, sparsity)
 
 
-def smoothing_of(
-    model: nn.Module, modifier: Quantizing, before: SmoothQuant | None
-) -> layerwise.Smoothing | None:
-    """Return what smooths for a quantizing modifier: itself, or the one before it."""
-    if isinstance(modifier, AWQ):
-        if before is not None:
-            raise ConfigError("SmoothQuant and AWQ smooth the same norms; use one of them")
-        return layerwise.AWQ(modifier.steps, resolve_mappings(model, modifier.mappings))
-    if before is None:
-        return None
-    norms = resolve_mappings(model, before.mappings)
-    if before.ignore:
-        norms = tuple(find_norms(model, prefix="")) if norms is None else norms
-        norms = tuple(name for name in norms if not is_target(before.ignore, name, ()))
-    return layerwise.SmoothQuant(before.smoothing_strength, norms)
-
-
-def resolve_mappings(model: nn.Module, mappings: Sequence[Mapped]) -> tuple[str, ...] | None:
-    """Return the names of the norms in mappings; none if there are no mappings.
-
-    Who reads a norm is seen when the model runs; here it is only checked that there are such
-    layers, and that what is to be smoothed is a norm.
-    """
-    if not mappings:
-        return None
-    norms = find_norms(model, prefix="")
-    modules = [name for name, _ in model.named_modules()]
-    found: list[str] = []
-    for mapping in mappings:
-        own = [name for name in norms if is_target([mapping.smooth_layer], name, ())]
-        if not own:
-            raise ConfigError(f"mappings: {mapping.smooth_layer!r} fits no norm of the model")
-        for target in mapping.balance_layers:
-            if not any(is_target([target], name, ()) for name in modules):
-                raise ConfigError(f"mappings: {target!r} fits no layer of the model")
-        found += own
-    return tuple(dict.fromkeys(found))
-
-
-def _run_quantizing(
-    model: nn.Module, modifier: Quantizing, before: SmoothQuant | None, how: StepContext
+def _quantize(
+    model: nn.Module,
+    modifier: QuantizationModifier,
+    smoothing: SmoothQuant | None,
+    context: _StepContext,
 ) -> Step:
-    """Quantize a model in place, smoothed before if that is asked for."""
-    report = quantize_model(
+    method: layerwise.QuantizationMethod = layerwise.RTN(bool(context.batches))
+    if isinstance(modifier, GPTQ):
+        method = layerwise.GPTQ(modifier.dampening_frac, modifier.static_groups)
+    report = layerwise.quantize_model(
         model,
         config_for(model, modifier),
-        calibration=how.batches,
-        method=_quantization_method(modifier, how),
-        smoothing=smoothing_of(model, modifier, before),
-        folder=how.folder,
-        progress=how.progress,
+        calibration=context.batches,
+        method=method,
+        smoothing=_smoothing_method(model, modifier, smoothing),
+        folder=context.folder,
+        progress=context.progress,
     )
     return Step(modifier_name(modifier), report.layers, report.notes)
 
 
-def config_for(model: nn.Module, modifier: Quantizing) -> QuantizationConfig:
-    """Return the config of a modifier; that a model has no output layer to ignore is no mistake."""
-    config = modifier.config
-    modules = model.named_modules()
-    if any(is_target([OUTPUT], name, classes_of(module)) for name, module in modules):
-        return config
-    return replace(config, ignore=[name for name in config.ignore if name != OUTPUT])
+def _smoothing_method(
+    model: nn.Module, modifier: QuantizationModifier, smoothing: SmoothQuant | None
+) -> layerwise.Smoothing | None:
+    """Return the smoothing of a quantizing modifier: AWQ's own, or an earlier SmoothQuant."""
+    if isinstance(modifier, AWQ):
+        if smoothing is not None:
+            raise ConfigError("SmoothQuant and AWQ cannot be combined; use one of them")
+        return layerwise.AWQ(modifier.steps, _resolve_mappings(model, modifier.mappings))
+    if smoothing is None:
+        return None
+    norms = _resolve_mappings(model, smoothing.mappings)
+    if smoothing.ignore:
+        norms = tuple(find_norms(model)) if norms is None else norms
+        norms = tuple(name for name in norms if not is_target(smoothing.ignore, name, ()))
+    return layerwise.SmoothQuant(smoothing.smoothing_strength, norms)
 
 
-def _quantization_method(modifier: Quantizing, how: StepContext) -> layerwise.QuantizationMethod:
-    if isinstance(modifier, GPTQ):
-        return layerwise.GPTQ(modifier.dampening_frac, modifier.static_groups)
-    return layerwise.RTN(bool(how.batches))
+def _resolve_mappings(model: nn.Module, mappings: Sequence[NormMapping]) -> tuple[str, ...] | None:
+    """Return the names of the norms in mappings; None if there are no mappings.
 
-
-def check_recipe(recipe: Recipe, *, has_data: bool) -> None:
-    """Raise if a recipe needs training, or data where there is none, or makes no sense."""
-    for stage in recipe.stages:
-        if stage.run_type == "train":
-            raise ConfigError(f"{stage.name}_stage: is for train, not for oneshot")
-    for i, modifier in enumerate(recipe.modifiers):
-        name = modifier_name(modifier)
-        if isinstance(modifier, Training):
-            raise ConfigError(f"{name}: needs training; use train, or another modifier")
-        if needs_data(modifier) and not has_data:
-            raise ConfigError(f"{name}: needs calibration data, and there is none: pass dataset=")
-        if isinstance(modifier, SmoothQuant) and not _quantizing(recipe.modifiers[i:]):
-            raise ConfigError(f"{name}: prepares for a quantizing modifier, and none follows")
-    if len(quantizing := _quantizing(recipe.modifiers)) > 1:
-        names = " and ".join(map(modifier_name, quantizing))
-        raise ConfigError(f"{names}: a model is quantized once; use one, with several groups")
-
-
-def check_targets(recipe: Recipe, model: nn.Module) -> None:
-    """Raise if a modifier is for something that the model does not have, or cannot be done to it.
-
-    What would be found out only after hours of work is found out here.
+    The readers of a norm are detected when the model runs; here, mappings are only checked.
     """
-    for modifier in recipe.modifiers:
-        try:
-            if isinstance(modifier, Quantizing):
-                plans.find_layers(model, config_for(model, modifier), _Unheard())
-            if isinstance(modifier, Pruning):
-                find_layers(model, modifier.targets, modifier.ignore, structure=modifier.structure)
-            elif isinstance(modifier, ConstantPruning):
-                fitting_layers(model, modifier.targets, modifier.ignore)
-            elif isinstance(modifier, SmoothQuant | AWQ):
-                resolve_mappings(model, modifier.mappings)
-        except SlimError as error:
-            raise type(error)(f"{modifier_name(modifier)}: {error}") from error
+    if not mappings:
+        return None
+    all_norms = find_norms(model)
+    modules = [name for name, _ in model.named_modules()]
+    norms: list[str] = []
+    for mapping in mappings:
+        matches = [name for name in all_norms if is_target([mapping.smooth_layer], name, ())]
+        if not matches:
+            raise ConfigError(f"mappings: {mapping.smooth_layer!r} matches no norm of the model")
+        for target in mapping.balance_layers:
+            if not any(is_target([target], name, ()) for name in modules):
+                raise ConfigError(f"mappings: {target!r} matches no layer of the model")
+        norms += matches
+    return tuple(dict.fromkeys(norms))
 
 
-def needs_data(modifier: Modifier) -> bool:
-    """Tell whether a modifier has to run the model."""
-    if isinstance(modifier, Quantize):
-        return modifier.config.needs_data
-    return isinstance(modifier, Wanda | SparseGPT | GPTQ | AWQ | SmoothQuant)
+class _PreservedZeros:
+    """Positions of zeros that every modifier must preserve, one bit per weight."""
+
+    def __init__(self) -> None:
+        self._masks: dict[str, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+
+    def record(self, layers: Iterable[Layer], *, min_share: float = _SPARSE) -> None:
+        """Record the zeros of layers in which their share is above `min_share`."""
+        for layer in layers:
+            weight = to_cpu(layer.parameter.data)
+            zeros = count_zeros(weight)
+            if zeros.zero + zeros.negative > min_share * zeros.items:
+                self._masks[layer.name] = np.packbits((weight == 0).flatten().numpy())
+
+    def check(self, layers: Iterable[Layer], modifier: str) -> None:
+        """Raise if a modifier made a recorded zero nonzero."""
+        for layer in layers:
+            if (packed := self._masks.get(layer.name)) is None:
+                continue
+            weight = to_cpu(layer.parameter.data).flatten()
+            zeros: Tensor = torch.from_numpy(np.unpackbits(packed, count=len(weight))).bool()
+            if changed := int(weight[zeros].ne(0).sum()):
+                raise MismatchError(
+                    f"{layer.name}: {modifier} changed {changed} pruned weights; this is a bug,"
+                    " and nothing was saved"
+                )
 
 
-class _Unheard(Report):
-    """Notes that are told when it is done, not when it is checked."""
+class _SilentReport(QuantizationReport):
+    """Discards notes, which are logged when the layers are quantized."""
 
     def note(self, text: str) -> None:
-        """Leave it."""
-
-
-def _quantizing(modifiers: tuple[Modifier, ...]) -> list[Modifier]:
-    return [each for each in modifiers if isinstance(each, Quantizing)]
-
-
-Start = Callable[[str], Progress | None]
-"""Called with the name of a modifier when it begins; returns what hears of its layers."""
-
-
-def apply_recipe(
-    model: nn.Module,
-    recipe: Recipe,
-    batches: Sequence[Batch] = (),
-    *,
-    work: StrPath | None = None,
-    start: Start = lambda name: None,
-) -> tuple[Step, ...]:
-    """Prune and quantize a model in place, as a recipe says, and tell what was done.
-
-    Zeros that are there or come about stay to the end: that is checked after every modifier. With a
-    folder for `work`, a run that was killed goes on after the last layer that was finished.
-    """
-    check_recipe(recipe, has_data=bool(batches))
-    check_targets(recipe, model)
-    held = PreservedZeros()
-    held.hold(collect_layers(model).values())
-    steps: list[Step] = []
-    smooth: SmoothQuant | None = None
-    for i, modifier in enumerate(recipe.modifiers):
-        name = modifier_name(modifier)
-        if isinstance(modifier, SmoothQuant):
-            smooth = modifier  # done in the same pass as what it prepares for
-            continue
-        folder = None if work is None else Path(work, f"{i:02d}-{name}")
-        how = StepContext(batches, folder, start(name))
-        begin = time.perf_counter()
-        try:
-            step = _do(model, modifier, smooth, held, how)
-        except SlimError as error:
-            raise type(error)(f"{name}: {error}") from error
-        held.check(collect_layers(model).values(), name)
-        held.hold(collect_layers(model).values())
-        steps.append(replace(step, seconds=time.perf_counter() - begin))
-    return tuple(steps)
-
-
-def _do(
-    model: nn.Module,
-    modifier: Modifier,
-    smooth: SmoothQuant | None,
-    held: PreservedZeros,
-    how: StepContext,
-) -> Step:
-    if isinstance(modifier, Quantizing):
-        return _run_quantizing(model, modifier, smooth, how)
-    if isinstance(modifier, Pruning):
-        return _run_pruning(model, modifier, how)
-    if isinstance(modifier, ConstantPruning):
-        layers = fitting_layers(model, modifier.targets, modifier.ignore)
-        held.hold(layers.values(), from_share=0)
-        return Step(modifier_name(modifier))
-    raise ConfigError("needs training: pass the recipe to slimtensors.transformers.train")
+        """Do nothing."""
 
 
 __all__ = ["apply_recipe", "check_recipe"]

@@ -1,7 +1,7 @@
 """Recipes: stages of modifiers, read from YAML and written back."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,73 +26,12 @@ from slimtensors.recipe.modifiers import (
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json
 
-_FLOAT = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan")
-_INT = re.compile(r"[-+]?\d+")
-
-
-def parse_yaml(source: str) -> Any:
-    """Read YAML; nothing in it is ever run. What is said twice in one place raises."""
-    yaml = _yaml()
-    try:
-        return yaml.load(source, Loader=_loader(yaml))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"is not YAML: {error}") from error
-
-
-def dump_yaml(data: Json) -> str:
-    """Write YAML in the order of the data."""
-    text: str = _yaml().safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
-    return text
-
-
-def _loader(yaml: Any) -> Any:
-    """Return a safe loader with numbers as YAML 1.2 has them: in 1.1, `2:4` is 124."""
-    kind: Any = type("Loader", (yaml.SafeLoader,), {})
-    numbers = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-    kind.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in pairs if tag not in numbers]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    starts = list("-+0123456789.")
-    kind.add_implicit_resolver(numbers[0], re.compile(f"^(?:{_INT.pattern})$"), starts)
-    kind.add_implicit_resolver(numbers[1], re.compile(f"^(?:{_FLOAT.pattern})$"), starts)
-    kind.add_constructor("tag:yaml.org,2002:map", _mapping)
-    kind.add_multi_constructor("!", _tagged)
-    return kind
-
-
-def _mapping(loader: Any, node: Any) -> Any:
-    """Return a mapping; of two equal keys, the library would drop the first without a word."""
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if (name := str(key.value)) in seen:
-            where = f"line {key.start_mark.line + 1}"
-            raise ConfigError(f"{where}: {name} is there twice; write a list, or another stage")
-        seen.add(name)
-    return loader.construct_mapping(node, deep=True)
-
-
-def _tagged(loader: Any, name: str, node: Any) -> Any:
-    """Return `!Name` and its fields, as SparseML wrote modifiers, as a mapping of one."""
-    if node.id == "mapping":
-        return {name: _mapping(loader, node)}
-    if node.value == "":
-        return {name: None}
-    where = f"line {node.start_mark.line + 1}"
-    raise ConfigError(f"{where}: !{name} takes fields, as in `name: value`, and nothing else")
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise MissingDependencyError("PyYAML", "transformers") from None
-    return yaml
-
+FILE = "recipe.yaml"
+"""File name of the recipe in the folder of the model it was applied to."""
 
 MODIFIERS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
+    cls.__name__: cls
+    for cls in (
         MagnitudePruning,
         Wanda,
         SparseGPT,
@@ -106,10 +45,13 @@ MODIFIERS: Mapping[str, type[Any]] = {
         Distillation,
     )
 }
+"""Modifiers by their names in recipes."""
 
-_SUFFIX = "Modifier"
-_OTHERS: Mapping[str, tuple[type[Any], ...]] = {
-    # There, pruning by magnitude is gradual if it is said when it begins and ends.
+_STAGE, _MODIFIERS, _SUFFIX = "_stage", "modifiers", "Modifier"
+_RUN_TYPES = ("oneshot", "train")
+
+_ALIASES: Mapping[str, tuple[type[Any], ...]] = {
+    # In SparseML, magnitude pruning is gradual if the recipe gives a start and an end.
     "MagnitudePruning": (MagnitudePruning, GradualMagnitudePruning),
     "Quantization": (Quantize,),
     "WandaPruning": (Wanda,),
@@ -117,15 +59,15 @@ _OTHERS: Mapping[str, tuple[type[Any], ...]] = {
     "OutputDistillation": (Distillation,),
     "Distillation": (Distillation,),
 }
-"""What SparseML and llm-compressor call them, without the suffix."""
+"""Names in SparseML and llm-compressor, without the suffix `Modifier`."""
 
-_FIELDS: Mapping[type[Any], Mapping[str, str]] = {
+_FIELD_ALIASES: Mapping[type[Any], Mapping[str, str]] = {
     MagnitudePruning: {"final_sparsity": "sparsity", "params": "targets"},
     AWQ: {"n_grid": "steps"},
     ConstantPruning: {"params": "targets"},
     Distillation: {"distillation_teacher": "teacher"},
 } | {
-    kind: {
+    cls: {
         "start_epoch": "start",
         "end_epoch": "end",
         "inter_func": "schedule",
@@ -133,11 +75,11 @@ _FIELDS: Mapping[type[Any], Mapping[str, str]] = {
         "mask_type": "mask_structure",
         "params": "targets",
     }
-    for kind in (GradualMagnitudePruning, MovementPruning)
+    for cls in (GradualMagnitudePruning, MovementPruning)
 }
-"""What they call the fields."""
+"""Field names in SparseML and llm-compressor."""
 
-_ALWAYS: Mapping[str, object] = {
+_FIXED_FIELDS: Mapping[str, object] = {
     "sequential_update": True,
     "preserve_sparsity_mask": True,
     "leave_enabled": True,
@@ -147,123 +89,44 @@ _ALWAYS: Mapping[str, object] = {
     "block_size": 128,
     "offload_hessians": False,
 }
-"""Fields of theirs that ask for what happens anyway, where a modifier has none of that name."""
+"""Fields of other libraries that are accepted with this value only, on modifiers without them."""
 
-_EVERYTHING = ("__ALL_PRUNABLE__", "__ALL__")
+_ALL_TARGETS = ("__ALL_PRUNABLE__", "__ALL__")
 
-
-def make_modifier(name: str, given: Mapping[str, Any] | None) -> Any:
-    """Return the modifier that a recipe describes; raise with the nearest name if there is none."""
-    kinds = _kinds(name)
-    values = dict(given or {})
-    for key, always in _ALWAYS.items():
-        is_field = any(key in _known(kind) | _FIELDS.get(kind, {}).keys() for kind in kinds)
-        if is_field or key not in values:
-            continue
-        if values.pop(key) != always:
-            raise ConfigError(f"{name}: {key} is always {always} here")
-    named = [_named(kind, values) for kind in kinds]
-    fitting = [i for i, known in enumerate(named) if not known.keys() - _known(kinds[i])]
-    if not fitting:
-        unknown = next(iter(named[0].keys() - _known(kinds[0])))
-        said = set().union(*(_known(kind) | _FIELDS.get(kind, {}).keys() for kind in kinds))
-        raise ConfigError(f"{name} has no field {unknown!r}; {nearest(unknown, said)}")
-    best = fitting[0]
-    try:
-        return kinds[best](**named[best])
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    except TypeError as error:
-        raise ConfigError(f"{name}: a field has a value that it cannot have: {error}") from error
-
-
-def modifier_name(modifier: object) -> str:
-    """Return what a recipe calls a modifier; raise if it is none."""
-    if type(modifier) not in MODIFIERS.values():
-        raise ConfigError(f"{modifier!r} is no modifier; known: {', '.join(MODIFIERS)}")
-    return type(modifier).__name__
-
-
-def modifier_fields(modifier: Any) -> Json:
-    """Return the fields that are not as by default, as YAML and JSON have them."""
-    return {
-        each.name: _plain(value)
-        for each in fields(modifier)
-        if (value := getattr(modifier, each.name)) != _default(each)
-    }
-
-
-def _kinds(name: str) -> tuple[type[Any], ...]:
-    if name in MODIFIERS:
-        return (MODIFIERS[name],)
-    stem = name.removesuffix(_SUFFIX)
-    if stem in _OTHERS:
-        return _OTHERS[stem]
-    if stem in MODIFIERS and name != stem:
-        return (MODIFIERS[stem],)
-    known = {*MODIFIERS, *(f"{each}{_SUFFIX}" for each in (*MODIFIERS, *_OTHERS))}
-    raise ConfigError(f"there is no modifier {name!r}; {nearest(name, known)}")
-
-
-def _named(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the names of our fields."""
-    others = _FIELDS.get(kind, {})
-    named = {others.get(key, key): value for key, value in values.items()}
-    if named.get("targets") in _EVERYTHING:
-        del named["targets"]
-    return {key: value for key, value in named.items() if value is not None}
-
-
-def _known(kind: type[Any]) -> set[str]:
-    return {each.name for each in fields(kind)}
-
-
-def _default(each: Any) -> object:
-    return each.default if each.default_factory is MISSING else each.default_factory()
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case QuantizationScheme() | QuantizationArgs():
-            return value.to_dict()
-        case StrEnum():
-            return str(value)
-        case Mapping():
-            return {key: _plain(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_plain(each) for each in value]
-    return _plain(asdict(value)) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-FILE = "recipe.yaml"
-"""What it is called beside the model that it made."""
-
-_STAGE, _MODIFIERS = "_stage", "modifiers"
-_RUNS = ("oneshot", "train")
+_FLOAT = re.compile(r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$")
+_INT = re.compile(r"^(?:[-+]?\d+)$")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Modifiers that run together: one after the other in `oneshot`, at once in `train`."""
+    """Modifiers that run together: one after the other in `oneshot`, all at once in `train`."""
 
     modifiers: tuple[Modifier, ...]
     name: str = "default"
     run_type: str | None = None
-    """`oneshot` or `train`, if it is for one of them alone."""
+    """`oneshot` or `train` if the stage is for one of them only."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modifiers", tuple(self.modifiers))
         for modifier in self.modifiers:
             modifier_name(modifier)
         if not self.modifiers:
-            raise ConfigError(f"{self.name}{_STAGE}: has no modifiers")
-        if self.run_type is not None and self.run_type not in _RUNS:
-            raise ConfigError(f"{self.name}{_STAGE}: run_type is oneshot or train")
+            raise ConfigError(f"{self.name}{_STAGE}: no modifiers")
+        if self.run_type is not None and self.run_type not in _RUN_TYPES:
+            raise ConfigError(
+                f"{self.name}{_STAGE}: run_type must be oneshot or train, got {self.run_type!r}"
+            )
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages, in the order in which they run. Equal recipes do the same."""
+    """Stages, in the order in which they run.
+
+    Example:
+        >>> recipe = Recipe.of([SparseGPT(mask_structure="2:4"), GPTQ("W4A16")])
+        >>> Recipe.from_yaml(recipe.to_yaml()) == recipe
+        True
+    """
 
     stages: tuple[Stage, ...]
 
@@ -271,11 +134,11 @@ class Recipe:
         object.__setattr__(self, "stages", tuple(self.stages))
         names = [stage.name for stage in self.stages]
         if not names or len(set(names)) < len(names):
-            raise ConfigError("a recipe has stages, each with a name of its own")
+            raise ConfigError("a recipe needs at least one stage, and unique stage names")
 
     @classmethod
     def of(cls, given: Any) -> "Recipe":
-        """Make a recipe of modifiers, stages, YAML, or the path of a YAML file."""
+        """Return a recipe from modifiers, stages, YAML, or the path of a YAML file."""
         match given:
             case Recipe():
                 return given
@@ -300,84 +163,224 @@ class Recipe:
         try:
             return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{path}: there is no such recipe") from None
+            raise ConfigError(f"{path}: recipe not found") from None
         except OSError as error:
-            raise ConfigError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{path}: cannot read the recipe: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: is no YAML, but bytes that are no text") from error
+            raise ConfigError(f"{path}: invalid YAML: not UTF-8 text") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
     def from_yaml(cls, source: str) -> "Recipe":
-        """Read YAML: `<name>_stage:`, in it `<group>_modifiers:`, in it modifiers by name."""
-        return cls.from_dict(parse_yaml(source))
+        """Read YAML: `<name>_stage:` contains `<group>_modifiers:` with modifiers by name."""
+        return cls.from_dict(_parse_yaml(source))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
-        """Read what YAML says; without a stage, all modifiers are in one."""
+        """Read the content of a YAML file; without stages, all modifiers form one stage."""
         if not isinstance(data, Mapping):
-            raise ConfigError(f"a recipe is a mapping of stages, or a .yaml file; not {data!r}")
+            raise ConfigError(f"expected a mapping of stages, or a .yaml file; got {data!r}")
         stages = {key: x for key, x in data.items() if str(key).endswith(_STAGE)}
         others = {key: x for key, x in data.items() if key not in stages}
         if stages and others:
-            raise ConfigError(f"{next(iter(others))}: is no stage; those end in {_STAGE}")
+            raise ConfigError(f"{next(iter(others))}: stage names must end in {_STAGE}")
         if not stages:
-            return cls((_stage("default", others),))
-        return cls(tuple(_stage(key.removesuffix(_STAGE), x) for key, x in stages.items()))
+            return cls((_parse_stage("default", others),))
+        return cls(tuple(_parse_stage(key.removesuffix(_STAGE), x) for key, x in stages.items()))
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
-        """Those of all stages."""
+        """Modifiers of all stages."""
         return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
 
     def to_dict(self) -> Json:
-        """Return what YAML says."""
-        return {f"{stage.name}{_STAGE}": _written(stage) for stage in self.stages}
+        """Return the content of a YAML file."""
+        return {f"{stage.name}{_STAGE}": _dump_stage(stage) for stage in self.stages}
 
     def to_yaml(self) -> str:
-        """Return YAML that `from_yaml` makes an equal recipe of."""
-        return dump_yaml(self.to_dict())
+        """Return YAML from which `from_yaml` reads an equal recipe."""
+        text: str = _import_yaml().safe_dump(
+            self.to_dict(), sort_keys=False, default_flow_style=None, width=100
+        )
+        return text
 
     def save(self, folder: StrPath) -> None:
-        """Write `recipe.yaml` into a folder."""
+        """Write `recipe.yaml` to a folder."""
         Path(folder, FILE).write_text(self.to_yaml(), encoding="utf-8")
 
 
-def _stage(name: str, data: Any) -> Stage:
+def modifier_name(modifier: object) -> str:
+    """Return the name of a modifier in recipes; raise if it is not a modifier."""
+    if type(modifier) not in MODIFIERS.values():
+        raise ConfigError(f"{modifier!r} is not a modifier; known: {', '.join(MODIFIERS)}")
+    return type(modifier).__name__
+
+
+def _parse_stage(name: str, data: Any) -> Stage:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{name}{_STAGE}: is a mapping of modifiers, not {data!r}")
+        raise ConfigError(f"{name}{_STAGE}: expected a mapping of modifiers, got {data!r}")
     modifiers: list[Modifier] = []
     for key, group in data.items():
         if str(key).endswith(_MODIFIERS):
-            modifiers += _group(str(key), group)
+            modifiers += _parse_group(str(key), group)
         elif key != "run_type":
             raise ConfigError(f"{name}{_STAGE}: {key!r} does not end in {_MODIFIERS}")
     return Stage(tuple(modifiers), name, data.get("run_type"))
 
 
-def _group(name: str, group: Any) -> Iterator[Modifier]:
-    for one in _listed(name, group):
-        if not isinstance(one, Mapping):
-            raise ConfigError(f"{name}: a modifier is a name and its fields, not {one!r}")
-        for key, values in one.items():
+def _parse_group(name: str, group: Any) -> Iterator[Modifier]:
+    if not isinstance(group, Mapping | list):
+        raise ConfigError(f"{name}: expected a mapping or a list of modifiers, got {group!r}")
+    for item in [group] if isinstance(group, Mapping) else group:
+        if not isinstance(item, Mapping):
+            raise ConfigError(f"{name}: expected a modifier name with its fields, got {item!r}")
+        for key, values in item.items():
             if values is not None and not isinstance(values, Mapping):
-                raise ConfigError(f"{name}: {key}: fields are a mapping, not {values!r}")
-            yield make_modifier(str(key), values)
+                raise ConfigError(f"{name}: {key}: expected a mapping of fields, got {values!r}")
+            yield _make_modifier(str(key), values)
 
 
-def _listed(name: str, group: Any) -> Iterable[Any]:
-    if isinstance(group, Mapping):
-        return [group]
-    if isinstance(group, list):
-        return group
-    raise ConfigError(f"{name}: is a mapping or a list of modifiers, not {group!r}")
+def _make_modifier(name: str, given: Mapping[str, Any] | None) -> Any:
+    """Return a modifier from its name and fields, which may be those of other libraries."""
+    classes = _find_classes(name)
+    accepted = set().union(*(_field_names(cls) | {*_field_aliases(cls)} for cls in classes))
+    values = dict(given or {})
+    for key, fixed in _FIXED_FIELDS.items():
+        if key in accepted or key not in values:
+            continue
+        if values.pop(key) != fixed:
+            raise ConfigError(f"{name}: {key} must be {fixed}")
+    unknown: list[str] = []
+    for cls in classes:
+        arguments = _rename_fields(cls, values)
+        unknown = unknown or sorted(arguments.keys() - _field_names(cls))
+        if not arguments.keys() - _field_names(cls):
+            break
+    else:
+        raise ConfigError(f"{name} has no field {unknown[0]!r}; {nearest(unknown[0], accepted)}")
+    try:
+        return cls(**arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"{name}: invalid field value: {error}") from error
 
 
-def _written(stage: Stage) -> Json:
-    each = [{modifier_name(modifier): modifier_fields(modifier)} for modifier in stage.modifiers]
-    names = [name for one in each for name in one]
-    is_mapping = len(set(names)) == len(names)
-    group: Any = {key: x for one in each for key, x in one.items()} if is_mapping else each
+def _find_classes(name: str) -> tuple[type[Any], ...]:
+    """Return the classes that a name may refer to; raise with the nearest name if there is none."""
+    if name in MODIFIERS:
+        return (MODIFIERS[name],)
+    stem = name.removesuffix(_SUFFIX)
+    if stem in _ALIASES:
+        return _ALIASES[stem]
+    if stem in MODIFIERS and name != stem:
+        return (MODIFIERS[stem],)
+    known = {*MODIFIERS, *(f"{each}{_SUFFIX}" for each in (*MODIFIERS, *_ALIASES))}
+    raise ConfigError(f"unknown modifier {name!r}; {nearest(name, known)}")
+
+
+def _rename_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by our field names."""
+    aliases = _field_aliases(cls)
+    renamed = {aliases.get(key, key): value for key, value in values.items()}
+    if renamed.get("targets") in _ALL_TARGETS:
+        del renamed["targets"]
+    return {key: value for key, value in renamed.items() if value is not None}
+
+
+def _field_aliases(cls: type[Any]) -> Mapping[str, str]:
+    return _FIELD_ALIASES.get(cls, {})
+
+
+def _field_names(cls: type[Any]) -> set[str]:
+    return {each.name for each in fields(cls)}
+
+
+def _dump_stage(stage: Stage) -> Json:
+    items = [{modifier_name(modifier): _dump_fields(modifier)} for modifier in stage.modifiers]
+    names = [name for item in items for name in item]
+    is_unique = len(set(names)) == len(names)
+    group: Any = {key: x for item in items for key, x in item.items()} if is_unique else items
     run_type: Json = {"run_type": stage.run_type} if stage.run_type else {}
     return run_type | {f"{stage.name}_{_MODIFIERS}": group}
+
+
+def _dump_fields(modifier: Any) -> Json:
+    """Return the fields that differ from their defaults, as plain values."""
+
+    def default(each: Any) -> object:
+        return each.default if each.default_factory is MISSING else each.default_factory()
+
+    return {
+        each.name: _to_plain(value)
+        for each in fields(modifier)
+        if (value := getattr(modifier, each.name)) != default(each)
+    }
+
+
+def _to_plain(value: Any) -> Any:
+    match value:
+        case QuantizationScheme() | QuantizationArgs():
+            return value.to_dict()
+        case StrEnum():
+            return str(value)
+        case Mapping():
+            return {key: _to_plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_to_plain(item) for item in value]
+    is_instance = is_dataclass(value) and not isinstance(value, type)
+    return _to_plain(asdict(value)) if is_instance else value
+
+
+def _import_yaml() -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingDependencyError("PyYAML", "transformers") from None
+    return yaml
+
+
+def _parse_yaml(source: str) -> Any:
+    """Read YAML without executing anything; duplicate keys raise."""
+    yaml = _import_yaml()
+    try:
+        return yaml.load(source, Loader=_make_loader(yaml))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"invalid YAML: {error}") from error
+
+
+def _make_loader(yaml: Any) -> Any:
+    """Return a safe loader with the numbers of YAML 1.2: in YAML 1.1, `2:4` is 124."""
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    numbers = {"tag:yaml.org,2002:int": _INT, "tag:yaml.org,2002:float": _FLOAT}
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in pairs if tag not in numbers]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in numbers.items():
+        loader.add_implicit_resolver(tag, pattern, list("-+0123456789."))
+    loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+    loader.add_multi_constructor("!", _construct_tagged)
+    return loader
+
+
+def _construct_mapping(loader: Any, node: Any) -> Any:
+    """Return a mapping; raise on duplicate keys, which PyYAML would drop silently."""
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if (name := str(key.value)) in seen:
+            line = key.start_mark.line + 1
+            raise ConfigError(f"line {line}: duplicate key {name}; use a list, or another stage")
+        seen.add(name)
+    return loader.construct_mapping(node, deep=True)
+
+
+def _construct_tagged(loader: Any, name: str, node: Any) -> Any:
+    """Return SparseML's `!Name` with its fields as a mapping with one key."""
+    if node.id == "mapping":
+        return {name: _construct_mapping(loader, node)}
+    if node.value == "":
+        return {name: None}
+    line = node.start_mark.line + 1
+    raise ConfigError(f"line {line}: !{name} must be followed by fields as in `name: value`")

@@ -19,8 +19,8 @@ from slimtensors.recipe.masks import (
     HeldMasks,
     MovementMasks,
     Schedule,
-    by_layer,
-    of_all_layers,
+    rank_globally,
+    rank_per_layer,
     relative_magnitude,
 )
 from slimtensors.recipe.modifiers import (
@@ -32,21 +32,29 @@ from slimtensors.recipe.modifiers import (
 from slimtensors.recipe.recipe import modifier_name
 from slimtensors.recipe.report import Step
 
+GradualPruning = GradualMagnitudePruning | MovementPruning
+
+_POWERS = {"linear": 1, "cubic": 3}
+_INITIAL_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "zeros": torch.zeros_like,
+    "magnitude": relative_magnitude,
+}
+
 
 def divergence(
     student: Tensor, teacher: Tensor, *, temperature: float, where: Tensor | None = None
 ) -> Tensor:
-    """Return the mean KL divergence of two sets of logits, whose last dimension is the classes.
+    """Return the mean KL divergence of two sets of logits, with classes in the last dimension.
 
-    Both are divided by the temperature, and the result is multiplied by its square, so that
-    gradients stay as large as at 1 (Hinton et al., 2015). `where` tells which rows count.
+    Logits are divided by the temperature and the result is multiplied by its square, so that the
+    size of gradients does not depend on it (Hinton et al., 2015). `where` selects rows.
     """
     if student.shape != teacher.shape:
-        shapes = f"{list(student.shape)}, the teacher's {list(teacher.shape)}"
-        raise MismatchError(f"the model's logits are {shapes}; choose a teacher of the same kind")
-    mine = functional.log_softmax(student.float() / temperature, -1)
-    wanted = functional.log_softmax(teacher.float() / temperature, -1)
-    rows = functional.kl_div(mine, wanted, reduction="none", log_target=True).sum(-1)
+        shapes = f"{list(student.shape)} and {list(teacher.shape)}"
+        raise MismatchError(f"shapes of the model's and the teacher's logits differ: {shapes}")
+    predictions = functional.log_softmax(student.float() / temperature, -1)
+    targets = functional.log_softmax(teacher.float() / temperature, -1)
+    rows = functional.kl_div(predictions, targets, reduction="none", log_target=True).sum(-1)
     if where is not None:
         rows = rows[where]
     return rows.mean() * temperature**2
@@ -59,117 +67,120 @@ def answers_divergence(
     temperature: float,
     attention: Tensor | None = None,
 ) -> Tensor:
-    """Return the divergence of all logits that two models answered with, added up.
+    """Return the sum of the divergences of all logits in the outputs of two models.
 
-    `attention` is one where a token is not padding; it counts for logits of tokens.
+    `attention` is 1 for tokens and 0 for padding, and applies to logits of tokens.
     """
     if not isinstance(student, Mapping) or not isinstance(teacher, Mapping):
-        raise MismatchError(
-            "answers have no names, by which logits are found; use return_dict=True"
-        )
+        raise MismatchError("model outputs must be mappings; use return_dict=True")
     names = [name for name in student if name.endswith("logits")]
     if not names or not set(names) <= set(teacher):
-        have = f"the model answers with {', '.join(student)}, the teacher with {', '.join(teacher)}"
-        raise MismatchError(f"there are no logits to learn from: {have}")
+        raise MismatchError(
+            f"no common logits: the model returns {', '.join(student)},"
+            f" the teacher {', '.join(teacher)}"
+        )
     parts = []
     for name in names:
         logits = student[name]
-        is_of_tokens = attention is not None and logits.shape[:-1] == attention.shape
-        where = attention.bool() if is_of_tokens and attention is not None else None
+        where = None
+        if attention is not None and logits.shape[:-1] == attention.shape:
+            where = attention.bool()
         parts.append(divergence(logits, teacher[name], temperature=temperature, where=where))
     return torch.stack(parts).sum()
 
 
-Gradual = GradualMagnitudePruning | MovementPruning
-_POWERS = {"linear": 1, "cubic": 3}
-_FIRST_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "zeros": torch.zeros_like,
-    "magnitude": relative_magnitude,
-}
-
-
 @dataclass(frozen=True)
-class Length:
-    """How long training is, in steps of the optimizer."""
+class TrainingLength:
+    """Length of training in optimizer steps."""
 
     steps: int
     steps_per_epoch: int
 
-    def steps_of(self, epochs: float) -> int:
-        """Return the steps that some epochs take."""
+    def to_steps(self, epochs: float) -> int:
+        """Convert epochs to steps."""
         return round(epochs * self.steps_per_epoch)
 
 
 class StageMasks:
-    """All masks that hold while a stage trains."""
+    """All masks of a training stage."""
 
     def __init__(self, parts: Mapping[str, HeldMasks], steps: Sequence[Step] = ()) -> None:
-        self._parts, self._steps = dict(parts), tuple(steps)
+        self._parts = dict(parts)
+        self.steps = tuple(steps)
+        """Pruned layers of each modifier."""
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Those of each weight that has one."""
+        """Masks by weight name."""
         return {name: mask for part in self._parts.values() for name, mask in part.masks.items()}
 
     @contextmanager
     def during(self, optimizer: Optimizer) -> Iterator[None]:
-        """Hold all through every step of an optimizer, until the block ends."""
+        """Apply the masks at every step of an optimizer, within the context."""
         with ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.during(optimizer))
             yield
 
-    def steps(self) -> tuple[Step, ...]:
-        """Tell which layers were pruned by which modifier."""
-        return self._steps
-
     def check(self) -> None:
-        """Raise if a weight that is to be zero is not."""
+        """Raise if a masked weight is not zero."""
         for part in self._parts.values():
             part.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what training must know to go on."""
+        """Return the state for resuming."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         if state.keys() != self._parts.keys():
-            have = f"{', '.join(state) or 'none'} there, {', '.join(self._parts) or 'none'} here"
-            raise MismatchError(f"the checkpoint is of other pruning modifiers: {have}")
+            raise MismatchError(
+                f"the checkpoint has masks of {', '.join(state) or 'no modifiers'},"
+                f" expected {', '.join(self._parts) or 'none'}"
+            )
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 
 
-def masks_of(
-    model: nn.Module, modifiers: Sequence[Modifier], held: Mapping[str, Tensor], length: Length
+def build_masks(
+    model: nn.Module,
+    modifiers: Sequence[Modifier],
+    initial: Mapping[str, Tensor],
+    length: TrainingLength,
 ) -> StageMasks:
-    """Return what the modifiers of a stage prune or hold, and what was `held` before it."""
+    """Return the masks of a stage: those of its modifiers, and `initial` masks of earlier stages.
+
+    Weights that an initial mask prunes stay pruned.
+    """
     owners: dict[str, str] = {}
     parts: dict[str, HeldMasks] = {}
     steps: list[Step] = []
-    for number, modifier in enumerate(modifiers):
+    for i, modifier in enumerate(modifiers):
         part: HeldMasks
+        structure = None
         if isinstance(modifier, ConstantPruning):
-            part = _held(modifier, model, held)
-        elif isinstance(modifier, GradualMagnitudePruning | MovementPruning):
-            part = _gradual(modifier, model, held, length)
+            part = _build_constant(modifier, model, initial)
+        elif isinstance(modifier, GradualPruning):
+            part = _build_gradual(modifier, model, initial, length)
+            structure = modifier.structure.name
         else:
             continue
-        own = modifier_name(modifier)
+        modifier_id = modifier_name(modifier)
         for name in owners.keys() & part.masks:
-            both = f"{owners[name]} and by {own}"
-            raise ConfigError(f"{name}: is pruned by {both}; ignore it in one of them")
-        owners |= dict.fromkeys(part.masks, own)
-        parts[f"{number}_{own}"] = part
-        steps.append(_step(modifier, part))
-    others = {name: model.get_parameter(name) for name in held if name not in owners}
+            raise ConfigError(
+                f"{name}: is pruned by {owners[name]} and by {modifier_id}; ignore it in one"
+            )
+        owners |= dict.fromkeys(part.masks, modifier_id)
+        parts[f"{i}_{modifier_id}"] = part
+        layers = [LayerReport(name.removesuffix(".weight"), modifier_id) for name in part.masks]
+        steps.append(Step(modifier_id, tuple(layers), structure=structure))
+    others = {name: model.get_parameter(name) for name in initial if name not in owners}
     if others:
-        parts["held"] = HeldMasks(others, held)
+        parts["held"] = HeldMasks(others, initial)
     return StageMasks(parts, steps)
 
 
-def parameters_of(layers: Iterable[Layer]) -> dict[str, Layer]:
+def key_by_parameter(layers: Iterable[Layer]) -> dict[str, Layer]:
     """Return layers by the names of their weights in the model."""
     return {
         f"{layer.name}.weight" if layer.weight.parameter == "weight" else layer.name: layer
@@ -177,49 +188,50 @@ def parameters_of(layers: Iterable[Layer]) -> dict[str, Layer]:
     }
 
 
-def _step(modifier: ConstantPruning | Gradual, part: HeldMasks) -> Step:
-    own = modifier_name(modifier)
-    layers = [LayerReport(name.removesuffix(".weight"), own) for name in part.masks]
-    structure = None if isinstance(modifier, ConstantPruning) else modifier.structure.name
-    return Step(own, tuple(layers), structure=structure)
-
-
-def _held(modifier: ConstantPruning, model: nn.Module, held: Mapping[str, Tensor]) -> HeldMasks:
-    layers = parameters_of(fitting_layers(model, modifier.targets, modifier.ignore).values())
+def _build_constant(
+    modifier: ConstantPruning, model: nn.Module, initial: Mapping[str, Tensor]
+) -> HeldMasks:
+    layers = key_by_parameter(fitting_layers(model, modifier.targets, modifier.ignore).values())
     weights = {name: layer.parameter for name, layer in layers.items()}
-    zeros = {name: weight.detach() != 0 for name, weight in weights.items()}
-    return HeldMasks(weights, {**zeros, **{name: x for name, x in held.items() if name in zeros}})
+    masks = {name: initial.get(name, weight.detach() != 0) for name, weight in weights.items()}
+    return HeldMasks(weights, masks)
 
 
-def _gradual(
-    modifier: Gradual, model: nn.Module, held: Mapping[str, Tensor], length: Length
+def _build_gradual(
+    modifier: GradualPruning,
+    model: nn.Module,
+    initial: Mapping[str, Tensor],
+    length: TrainingLength,
 ) -> GradualMasks:
     structure = modifier.structure
     found = find_layers(model, modifier.targets, modifier.ignore, structure=structure)
-    layers = parameters_of(found.values())
+    layers = key_by_parameter(found.values())
     weights = {name: layer.parameter for name, layer in layers.items()}
-    everything = {
-        name: torch.ones_like(weight, dtype=torch.bool) for name, weight in weights.items()
+    masks = {
+        name: initial.get(name, torch.ones_like(weight, dtype=torch.bool))
+        for name, weight in weights.items()
     }
-    allowed = {name: held.get(name, mask) for name, mask in everything.items()}
-    schedule = _schedule(modifier, length)
-    views = {name: layer.weight for name, layer in layers.items()}
-    ranking = of_all_layers(structure) if modifier.apply_globally else by_layer(structure, views)
+    schedule = _build_schedule(modifier, length)
+    if modifier.apply_globally:
+        ranking = rank_globally(structure)
+    else:
+        views = {name: layer.weight for name, layer in layers.items()}
+        ranking = rank_per_layer(structure, views)
     if isinstance(modifier, GradualMagnitudePruning):
-        return GradualMasks(weights, allowed, schedule=schedule, ranking=ranking)
+        return GradualMasks(weights, masks, schedule=schedule, ranking=ranking)
     return MovementMasks(
         weights,
-        allowed,
+        masks,
         schedule=schedule,
         ranking=ranking,
         rate=modifier.score_learning_rate,
-        first=_FIRST_SCORES[modifier.score_init],
+        first=_INITIAL_SCORES[modifier.score_init],
     )
 
 
-def _schedule(modifier: Gradual, length: Length) -> Schedule:
-    start = length.steps_of(modifier.start)
-    end = length.steps if modifier.end is None else length.steps_of(modifier.end)
+def _build_schedule(modifier: GradualPruning, length: TrainingLength) -> Schedule:
+    start = length.to_steps(modifier.start)
+    end = length.steps if modifier.end is None else length.to_steps(modifier.end)
     if end > length.steps:
         epochs = length.steps / length.steps_per_epoch
         raise ConfigError(
@@ -232,7 +244,7 @@ def _schedule(modifier: Gradual, length: Length) -> Schedule:
         end,
         modifier.init_sparsity,
         modifier.final_sparsity,
-        1 if every is None else max(1, length.steps_of(every)),
+        1 if every is None else max(1, length.to_steps(every)),
         _POWERS[modifier.schedule],
     )
 

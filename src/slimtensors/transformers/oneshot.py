@@ -23,7 +23,7 @@ from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.calibration import Batch, batches_for
-from slimtensors.recipe.modifiers import Quantizing
+from slimtensors.recipe.modifiers import QuantizationModifier
 from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, config_for
 from slimtensors.recipe.report import FILE, Report, measure
 from slimtensors.storage import StrPath, write_json
@@ -55,7 +55,7 @@ def save_model(
     in the preset `sparse`.
     """
     enable(model)
-    quantizing = [each for each in recipe.modifiers if isinstance(each, Quantizing)]
+    quantizing = [each for each in recipe.modifiers if isinstance(each, QuantizationModifier)]
     if quantizing and save_compressed:
         config = config_for(model, quantizing[0])
         if report.sparsity < _SPARSE or config.has_activations:
@@ -125,7 +125,7 @@ def oneshot(
             steps = apply_recipe(loaded, made, batches, work=how.work, start=start)
         report = Report.of(loaded, steps, notes)
         if before is not None:
-            report = replace(report, quality=measure(loaded, texts).compared_with(before))
+            report = replace(report, quality=measure(loaded, texts).compare(before))
         if folder is not None:
             report = save_model(loaded, folder, made, report, save_compressed=save_compressed)
             if words is not None:

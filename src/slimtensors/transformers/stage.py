@@ -19,7 +19,7 @@ from slimtensors.errors import ConfigError, MismatchError, nearest
 from slimtensors.recipe import Recipe, Stage
 from slimtensors.recipe.modifiers import Distillation
 from slimtensors.recipe.report import Report
-from slimtensors.recipe.training import Length, StageMasks, answers_divergence, masks_of
+from slimtensors.recipe.training import StageMasks, TrainingLength, answers_divergence, build_masks
 from slimtensors.storage import StrPath, local_path
 from slimtensors.transformers.data import Examples
 from slimtensors.transformers.trainer import SlimCheckpoints
@@ -267,7 +267,7 @@ def train_stage(
     use_cache = getattr(config, "use_cache", None)
     trainer = _trainer(model, stage, setup, folder)
     length = _length(trainer)
-    masks = masks_of(model, stage.modifiers, held, length)
+    masks = build_masks(model, stage.modifiers, held, length)
     start = perf_counter()
     if resumed is not None and resumed.step >= length.steps:
         # The Trainer would take one more step.
@@ -308,14 +308,14 @@ def _trainer(model: nn.Module, stage: Stage, setup: Setup, folder: Path) -> Dist
     )
 
 
-def _length(trainer: DistillingTrainer) -> Length:
+def _length(trainer: DistillingTrainer) -> TrainingLength:
     values = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
     _, steps_per_epoch, _, _, _, _, steps = values
-    return Length(steps, steps_per_epoch)
+    return TrainingLength(steps, steps_per_epoch)
 
 
 def _fit(
-    trainer: DistillingTrainer, masks: StageMasks, length: Length, resumed: Resumed | None
+    trainer: DistillingTrainer, masks: StageMasks, length: TrainingLength, resumed: Resumed | None
 ) -> float:
     """Train, and return the loss."""
     options = saving(trainer.args, length.steps, length.steps_per_epoch)

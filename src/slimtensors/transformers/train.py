@@ -15,11 +15,15 @@ from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.layerwise.allocation import fitting_layers
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.recipe import ConstantPruning, Distillation, Modifier, Recipe, SmoothQuant, Stage
-from slimtensors.recipe.modifiers import Pruning, Quantizing, Training
+from slimtensors.recipe.modifiers import (
+    PruningModifier,
+    QuantizationModifier,
+    TrainingModifier,
+)
 from slimtensors.recipe.oneshot import apply_recipe, check_recipe, check_targets
 from slimtensors.recipe.recipe import modifier_name
 from slimtensors.recipe.report import FILE, Report, Step
-from slimtensors.recipe.training import parameters_of
+from slimtensors.recipe.training import key_by_parameter
 from slimtensors.storage import SINGLE, StrPath, local_path, write_json
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import calibration_batches, load_examples
@@ -47,13 +51,15 @@ class StagePlan:
     @property
     def pruning(self) -> tuple[Modifier, ...]:
         """Those that prune in one shot, before the stage is trained if it is."""
-        kinds = Pruning if self.is_trained else Pruning | ConstantPruning
+        kinds = PruningModifier if self.is_trained else PruningModifier | ConstantPruning
         return tuple(m for m in self.stage.modifiers if isinstance(m, kinds))
 
     @property
     def quantizing(self) -> tuple[Modifier, ...]:
         """Those that quantize, after everything else."""
-        return tuple(m for m in self.stage.modifiers if isinstance(m, Quantizing | SmoothQuant))
+        return tuple(
+            m for m in self.stage.modifiers if isinstance(m, QuantizationModifier | SmoothQuant)
+        )
 
 
 def plan_stages(recipe: Recipe) -> list[StagePlan]:
@@ -79,7 +85,7 @@ def plan_stages(recipe: Recipe) -> list[StagePlan]:
 
 
 def _says_train(stage: Stage) -> bool:
-    needing = [modifier_name(m) for m in stage.modifiers if isinstance(m, Training)]
+    needing = [modifier_name(m) for m in stage.modifiers if isinstance(m, TrainingModifier)]
     if stage.run_type == "oneshot":
         if needing:
             raise ConfigError(f"{needing[0]} needs training, but {stage.name} is to be oneshot")
@@ -179,9 +185,9 @@ class _Run:
         batches = calibration_batches(self.setup.data, self.model, self.setup.tokenizer)
         self.steps += apply_recipe(self.model, _only(modifiers), batches)
         for modifier in modifiers:
-            if isinstance(modifier, Pruning | ConstantPruning):
+            if isinstance(modifier, PruningModifier | ConstantPruning):
                 layers = fitting_layers(self.model, modifier.targets, modifier.ignore)
-                for name, layer in parameters_of(layers.values()).items():
+                for name, layer in key_by_parameter(layers.values()).items():
                     self.held[name] = layer.parameter.detach() != 0
 
     def _train(self, stage: Stage, resumed: Resumed | None) -> None:
@@ -196,7 +202,7 @@ class _Run:
             self.model, stage, self.setup, folder=folder, held=self.held, resumed=resumed
         )
         self.held |= masks.masks
-        self.steps += masks.steps()
+        self.steps += masks.steps
         self.stages.append(done)
 
     def report(self) -> TrainingReport:
