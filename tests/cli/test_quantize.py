@@ -391,7 +391,7 @@ def test_calibration_without_a_tokenizer_or_a_token_is_refused(tmp_path, capsys)
     text.write_text("  \n")
     _tokenizer().save_pretrained(source)
     assert run(*words, "-o", tmp_path / "out") == 2
-    assert f"{text}: is empty; calibration needs text" in capsys.readouterr().err
+    assert f"{text}: the file is empty" in capsys.readouterr().err
 
 
 def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):

@@ -405,8 +405,8 @@ def test_the_teachers_answers_are_mixed_into_the_loss(tmp_path, steps):
         (MovementPruning(mask_structure="2:4", apply_globally=True), Lines(), {}, "globally"),
         ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by MovementPruning and by"),
         (ConstantPruning(), ["text"], {}, "text needs a tokenizer"),
-        (ConstantPruning(), "no.txt", {}, "no.txt: there is no such file"),
-        ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model is quantized once"),
+        (ConstantPruning(), "no.txt", {}, "no.txt: file not found"),
+        ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model can be quantized only once"),
         (Stage((MagnitudePruning(),), run_type="oneshot"), Lines(), {}, "use oneshot"),
         (Stage((MovementPruning(),), run_type="oneshot"), Lines(), {}, "is to be oneshot"),
         (
