@@ -1,4 +1,4 @@
-"""Data of every kind becomes batches, and what is missing is told."""
+"""Calibration data of all kinds as batches, with notes on what is missing."""
 
 import json
 
@@ -19,12 +19,12 @@ def tokenizer(text, truncation, verbose):
 
 
 def batches(dataset, **options):
-    how = Calibration(**{"samples": 4, "length": 16, "batch_size": 3} | options)
-    return Data.of(dataset).batches(how, tokenizer=tokenizer)
+    calibration = Calibration(**{"samples": 4, "length": 16, "batch_size": 3} | options)
+    return Data.of(dataset).batches(calibration, tokenizer=tokenizer)
 
 
 class Table:
-    """What `datasets.Dataset` looks like."""
+    """A minimal stand-in for `datasets.Dataset`."""
 
     def __init__(self, rows):
         self.rows, self.column_names = rows, list(rows[0])
@@ -33,7 +33,7 @@ class Table:
         return iter(self.rows)
 
 
-def test_texts_are_packed_into_samples_of_one_length():
+def test_texts_are_packed_into_samples_of_equal_length():
     found, notes = batches(TEXTS)
     assert [batch["input_ids"].shape for batch in found] == [(3, 16), (1, 16)]
     assert notes == []
@@ -45,7 +45,7 @@ def test_texts_are_packed_into_samples_of_one_length():
     assert not torch.equal(found[0]["input_ids"], other[0]["input_ids"])
 
 
-def test_texts_that_are_not_packed_are_never_filled_up():
+def test_unpacked_texts_are_not_padded():
     found, notes = batches([*TEXTS, "short", "words"], pack=False, samples=12)
     assert sorted(tuple(batch["input_ids"].shape) for batch in found) == [
         (1, 16),
@@ -78,12 +78,12 @@ def test_local_files_are_read(tmp_path, suffix):
     assert batches(str(path))[0][0]["input_ids"].equal(found[0]["input_ids"])
 
 
-def test_tables_give_their_texts_or_their_tokens():
+def test_texts_or_tokens_of_tables_are_used():
     rows = [{"text": text, "label": i} for i, text in enumerate(TEXTS)]
-    want = batches(TEXTS)[0]
+    expected = batches(TEXTS)[0]
     for table in (rows, Table(rows), [{"words": text, "label": 1} for text in TEXTS]):
         found, _ = batches(table)
-        assert found[0]["input_ids"].equal(want[0]["input_ids"])
+        assert found[0]["input_ids"].equal(expected[0]["input_ids"])
     tokens = [{"input_ids": list(range(i, i + 20))} for i in range(5)]
     found, _ = batches(Table(tokens))
     assert found[0]["input_ids"].tolist() == [list(range(i, i + 16)) for i in range(3)]
@@ -91,7 +91,7 @@ def test_tables_give_their_texts_or_their_tokens():
     assert batches(tensors)[0][0]["input_ids"].equal(found[0]["input_ids"])
 
 
-def test_rows_of_tokens_without_a_name_are_samples():
+def test_plain_rows_of_tokens_are_samples():
     rows = [torch.arange(1, 21), torch.arange(5), torch.arange(20)]
     for dataset in (rows, [row.tolist() for row in rows], [{"input_ids": row} for row in rows]):
         found, notes = batches(dataset)
@@ -101,10 +101,10 @@ def test_rows_of_tokens_without_a_name_are_samples():
             "3 samples of calibration data, not 4",
         ]
     floats, _ = batches([torch.ones(3)])
-    assert floats[0].shape == (3,)  # not tokens, but what some model is called with
+    assert floats[0].shape == (3,)  # floats are an input of the model, not tokens
 
 
-def test_columns_of_a_table_of_tokens_that_are_not_taken_are_told():
+def test_unused_columns_of_a_table_of_tokens_are_noted():
     row = {"input_ids": [*range(16)], "attention_mask": [1] * 16}
     more = {"token_type_ids": [0] * 16, "labels": 1}
     assert batches([row] * 4)[1] == []
@@ -113,7 +113,7 @@ def test_columns_of_a_table_of_tokens_that_are_not_taken_are_told():
     ]
 
 
-def test_what_fills_up_rows_is_no_data():
+def test_padding_of_rows_is_removed():
     ids = [[5, 6, 7, 0, 0], [0, 0, 1, 2, 3]]
     rows = [{"input_ids": x, "attention_mask": [int(i > 0) for i in x]} for x in ids]
     found, notes = batches(Table(rows))
@@ -121,7 +121,7 @@ def test_what_fills_up_rows_is_no_data():
     assert "samples of 3 tokens, not 16: not enough data" in notes
 
 
-def test_batches_are_taken_as_they_are_until_there_are_enough():
+def test_batches_are_used_until_there_are_enough_samples():
     given = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
     found, notes = batches(given)
     assert found == given[:2]
@@ -131,7 +131,7 @@ def test_batches_are_taken_as_they_are_until_there_are_enough():
     assert batches(iter(given), samples=100)[1] == ["10 samples of calibration data, not 100"]
 
 
-def test_less_data_than_asked_for_is_told():
+def test_less_data_than_requested_is_noted():
     found, notes = batches(TEXTS, samples=1000)
     assert notes == [
         f"{sum(len(b['input_ids']) for b in found)} samples of calibration data, not 1000"
@@ -139,14 +139,14 @@ def test_less_data_than_asked_for_is_told():
     found, notes = batches(["tiny"])
     assert found[0]["input_ids"].shape == (1, 4)
     assert "samples of 4 tokens, not 16" in notes[0]
-    how = Calibration(samples=2, length=512)
-    found, notes = Data.of(TEXTS).batches(how, tokenizer=tokenizer, longest=32)
+    calibration = Calibration(samples=2, length=512)
+    found, notes = Data.of(TEXTS).batches(calibration, tokenizer=tokenizer, longest=32)
     assert found[0]["input_ids"].shape == (2, 32)
     assert "samples of 32 tokens, not 512: the limit of the model" in notes[0]
 
 
 @pytest.mark.parametrize(
-    ("dataset", "words"),
+    ("dataset", "message"),
     [
         ([], "empty"),
         ([""], "no tokens"),
@@ -162,12 +162,12 @@ def test_less_data_than_asked_for_is_told():
         ([object()], "no tensor"),
     ],
 )
-def test_what_is_no_data_is_refused(dataset, words):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_datasets_raise(dataset, message):
+    with pytest.raises(ConfigError, match=message):
         batches(dataset)
 
 
-def test_bad_options_and_files_are_refused(tmp_path):
+def test_invalid_options_and_files_raise(tmp_path):
     with pytest.raises(ConfigError, match="samples must be a positive integer"):
         Calibration(samples=0)
     with pytest.raises(ConfigError, match="pass tokenizer"):

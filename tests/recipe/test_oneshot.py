@@ -1,4 +1,4 @@
-"""Models in one shot: pruned and quantized in any order, every zero kept, saved and told of."""
+"""Recipes in one shot: pruning and quantization in any order, saving, reports."""
 
 import json
 import math
@@ -102,7 +102,7 @@ QUANTIZERS = [
 
 @pytest.mark.parametrize("pruner", PRUNERS, ids=lambda x: type(x).__name__ + x.mask_structure)
 @pytest.mark.parametrize("quantizers", QUANTIZERS, ids=lambda x: type(x[-1]).__name__)
-def test_every_zero_stays_in_every_order(pruner, quantizers):
+def test_zeros_are_preserved_in_every_order(pruner, quantizers):
     *before, last = quantizers
     orders = [
         ([pruner, *before, last], torch.float32),
@@ -134,7 +134,7 @@ def test_every_zero_stays_in_every_order(pruner, quantizers):
         }
 
 
-def test_masks_of_several_pruners_add_up():
+def test_zeros_of_several_pruners_accumulate():
     for order in permutations(
         [SparseGPT(mask_structure="2:4"), Wanda(0.6), MagnitudePruning(0.55)]
     ):
@@ -145,7 +145,7 @@ def test_masks_of_several_pruners_add_up():
             assert ((~now).view(-1, 4).sum(1) <= 2).all()
 
 
-def test_a_mask_that_a_modifier_breaks_is_found(monkeypatch):
+def test_a_modifier_that_changes_pruned_weights_raises(monkeypatch):
     model = llama()
 
     prune = oneshot_module._prune
@@ -157,13 +157,13 @@ def test_a_mask_that_a_modifier_breaks_is_found(monkeypatch):
 
     monkeypatch.setattr(oneshot_module, "_prune", prune_and_break)
     recipe = Recipe.of([MagnitudePruning(0.5, targets="re:.*mlp"), Wanda(0.5, targets="re:.*mlp")])
-    apply_recipe(model, recipe, batches())  # nothing is held there
+    apply_recipe(model, recipe, batches())  # the changed layer has no zeros
     model.model.layers[0].self_attn.q_proj.weight.data[:8] = 0
     with pytest.raises(MismatchError, match=r"q_proj: MagnitudePruning changed 256 pruned weights"):
         apply_recipe(model, recipe, batches())
 
 
-def test_constant_pruning_holds_even_a_few_zeros():
+def test_constant_pruning_preserves_even_a_few_zeros():
     model = llama()
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data[0, :3] = 0
@@ -172,7 +172,7 @@ def test_constant_pruning_holds_even_a_few_zeros():
     assert report[0].layers == ()
 
 
-def test_a_pruned_model_is_saved_sparse_and_loads_as_it_is(tmp_path):
+def test_a_pruned_model_is_saved_sparse_and_loads_unchanged(tmp_path):
     recipe = [SparseGPT(0.6)]
     model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path)
     assert report.format == "sparse"
@@ -199,7 +199,7 @@ def test_a_pruned_model_is_saved_sparse_and_loads_as_it_is(tmp_path):
         ([GPTQ(config_groups=GROUPS), Wanda(0.6)], "slim"),
     ],
 )
-def test_a_quantized_model_is_saved_by_its_codes(tmp_path, recipe, format):
+def test_a_quantized_model_is_saved_as_codes(tmp_path, recipe, format):
     model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path / "made")
     assert report.format == format
     again = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "made")
@@ -217,7 +217,7 @@ def test_a_model_can_be_saved_dense(tmp_path):
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
-def test_a_compressed_folder_comes_in_and_texts_find_their_tokenizer(tmp_path):
+def test_a_compressed_folder_is_loaded_with_its_tokenizer(tmp_path):
     made = tmp_path / "made"
     first, _ = oneshot(
         llama(), SparseGPT(0.5), TEXT, output_dir=made, calibration=FEW, tokenizer=tokenizer()
@@ -238,15 +238,15 @@ def test_a_compressed_folder_comes_in_and_texts_find_their_tokenizer(tmp_path):
     assert all((now | ~masks[name]).all() for name, now in zeros(third).items())
 
 
-def test_quality_is_measured_where_there_is_data_for_it():
-    how = Calibration(evaluate=batches())
-    _, report = oneshot(llama(), Wanda(0.7), batches(), calibration=how)
+def test_quality_is_measured_with_evaluation_data():
+    calibration = Calibration(evaluate=batches())
+    _, report = oneshot(llama(), Wanda(0.7), batches(), calibration=calibration)
     before, after = report.quality.perplexity
     assert before > 1
     assert after > 1
     assert report.quality.kl > 0
     assert 0 < report.quality.cosine < 1
-    _, none = oneshot(llama(), MagnitudePruning(0.0), calibration=how)
+    _, none = oneshot(llama(), MagnitudePruning(0.0), calibration=calibration)
     assert none.quality.perplexity == (before, before)
     assert none.quality.kl == pytest.approx(0, abs=1e-6)
     _, encoder = oneshot(bert(), MagnitudePruning(0.7), calibration=Calibration(evaluate=batches()))
@@ -254,7 +254,7 @@ def test_quality_is_measured_where_there_is_data_for_it():
     assert 0 < encoder.quality.cosine < 1
 
 
-def test_padding_and_tokens_without_a_label_do_not_count_for_quality():
+def test_padding_and_ignored_labels_are_excluded_from_quality():
     ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     side, zeros = torch.ones_like(ids), torch.zeros_like(ids)
     padded = {
@@ -272,12 +272,12 @@ def test_padding_and_tokens_without_a_label_do_not_count_for_quality():
     assert measure(model, [labelled]).perplexity == pytest.approx(math.exp(loss), rel=1e-4)
 
 
-def test_columns_that_the_model_does_not_take_are_left_out_and_that_is_told():
+def test_columns_that_the_model_does_not_accept_are_dropped_and_noted():
     rows = [{**batch, "idx": torch.arange(2), "text": ["a", "b"]} for batch in batches()]
     model, report = oneshot(llama(), [SparseGPT(0.5)], rows)
     assert "the model does not take idx, text: left out" in report.notes
-    how = Calibration(samples=6, evaluate=rows[:1])
-    notes = oneshot(llama(), [SparseGPT(0.5)], batches(), calibration=how)[1].notes
+    calibration = Calibration(samples=6, evaluate=rows[:1])
+    notes = oneshot(llama(), [SparseGPT(0.5)], batches(), calibration=calibration)[1].notes
     assert list(notes) == [
         "evaluate: 2 samples of calibration data, not 6",
         "evaluate: the model does not take idx, text: left out",
@@ -285,7 +285,7 @@ def test_columns_that_the_model_does_not_take_are_left_out_and_that_is_told():
     assert same_weights(model, oneshot(llama(), [SparseGPT(0.5)], batches())[0])
 
 
-def test_a_model_that_is_compressed_in_memory_is_refused(tmp_path):
+def test_a_model_compressed_in_memory_raises(tmp_path):
     oneshot(llama(), Quantize(config_groups=GROUPS), output_dir=tmp_path)
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, run_compressed=True)
     for given in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
@@ -293,23 +293,25 @@ def test_a_model_that_is_compressed_in_memory_is_refused(tmp_path):
             oneshot(given, MagnitudePruning(0.5))
 
 
-def test_bits_that_are_not_those_on_disk_are_marked(tmp_path):
+def test_estimated_bits_are_marked(tmp_path):
     recipe = MagnitudePruning(0.8, targets=["Linear", "re:.*experts.*"])
     _, kept = oneshot(mixtral(), recipe)
     assert not any(layer.is_stored for layer in kept.layers)
     _, report = oneshot(mixtral(), recipe, output_dir=tmp_path / "out")
     stored = {layer.name: layer.is_stored for layer in report.layers}
     assert stored["model.layers.0.self_attn.q_proj"]
-    assert not stored["model.layers.0.mlp.experts.down_proj"]  # each expert has a name there
+    assert not stored[
+        "model.layers.0.mlp.experts.down_proj"
+    ]  # experts are stored under other names
     rows = [line.split() for line in str(report).splitlines()]
     assert all(row[3].startswith("~") != stored[row[0]] for row in rows if row[0] in stored)
 
 
-def test_a_report_reads_as_a_table():
+def test_a_report_is_printed_as_a_table():
     model = llama()
-    how = Calibration(evaluate=batches())
+    calibration = Calibration(evaluate=batches())
     recipe = [Wanda(0.5, ignore=["lm_head", "re:.*nothing"]), Quantize("W8A8")]
-    text = str(oneshot(model, recipe, batches(), calibration=how)[1])
+    text = str(oneshot(model, recipe, batches(), calibration=calibration)[1])
     head, *rows = text.splitlines()
     assert head.split() == ["layer", "structure", "zeros", "bits", "Wanda", "Quantize", "seconds"]
     assert len([row for row in rows if row.startswith("model.layers.")]) == 14
@@ -318,9 +320,9 @@ def test_a_report_reads_as_a_table():
     assert "note: ignore: 're:.*nothing' matches nothing in this model" in text
 
 
-def test_a_killed_run_goes_on_in_its_work_folder(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_from_its_work_folder(tmp_path, monkeypatch):
     recipe = [SparseGPT(0.5), SmoothQuant(), GPTQ(config_groups=GROUPS)]
-    whole, want = oneshot(llama(), recipe, batches())
+    whole, expected = oneshot(llama(), recipe, batches())
 
     class KilledError(Exception):
         pass
@@ -339,19 +341,19 @@ def test_a_killed_run_goes_on_in_its_work_folder(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00-SparseGPT", "02-GPTQ"]
     again, report = oneshot(llama(), recipe, batches(), calibration=Calibration(work=tmp_path))
     assert same_weights(again, whole)
-    assert [step.layers for step in report.steps] == [step.layers for step in want.steps]
+    assert [step.layers for step in report.steps] == [step.layers for step in expected.steps]
     with pytest.raises(MismatchError, match=r"SparseGPT: .* was started with a different config"):
         oneshot(llama(), [SparseGPT(0.6)], batches(), calibration=Calibration(work=tmp_path))
 
 
-def test_stages_and_yaml_do_the_same_as_objects():
+def test_stages_and_yaml_are_equivalent_to_objects():
     objects, _ = oneshot(llama(), [Wanda(0.5), GPTQ(config_groups=GROUPS)], batches())
     stages = [Stage([Wanda(0.5)], "sparsity", "oneshot"), Stage([GPTQ(config_groups=GROUPS)], "q")]
     assert same_weights(oneshot(llama(), stages, batches())[0], objects)
     assert same_weights(oneshot(llama(), Recipe(stages).to_yaml(), batches())[0], objects)
 
 
-def test_mappings_choose_the_norms_that_are_smoothed():
+def test_mappings_select_the_norms_to_smooth():
     mapping = [["re:.*q_proj", "re:.*k_proj", "re:.*v_proj"], "re:.*input_layernorm"]
     dense, model = llama(), llama()
     smooth = SmoothQuant(0.8, mappings=[mapping], ignore=["model.layers.1.input_layernorm"])
@@ -365,7 +367,7 @@ def test_mappings_choose_the_norms_that_are_smoothed():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("recipe", "message"),
     [
         (
             Wanda(0.5, targets="re:.*nothing"),
@@ -391,14 +393,14 @@ def test_mappings_choose_the_norms_that_are_smoothed():
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_it_begins(recipe, words):
+def test_impossible_recipes_raise_before_changing_the_model(recipe, message):
     model = llama()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         oneshot(model, recipe, batches())
     assert same_weights(model, llama())
 
 
-def test_missing_data_and_models_are_refused(tmp_path):
+def test_missing_data_and_unsupported_models_raise(tmp_path):
     with pytest.raises(ConfigError, match="SparseGPT: needs calibration data"):
         oneshot(llama(), SparseGPT(0.5))
     with pytest.raises(ConfigError, match="Quantize: needs calibration data"):

@@ -1,4 +1,4 @@
-"""What fills up the rows of a batch is no data: the model becomes what it does without it."""
+"""Padding is removed from calibration data: results are the same as without it."""
 
 from itertools import product
 
@@ -75,34 +75,34 @@ def input_scales(model):
 @pytest.mark.parametrize(
     ("make", "recipe"), [*product([llama, bert], RECIPES), (mixtral, "pruned")]
 )
-def test_padding_changes_nothing(make, recipe):
-    want = make()
-    apply_recipe(want, Recipe.of(RECIPES[recipe]), plain())
-    assert bool(input_scales(want)) == (recipe == "smoothed")
+def test_padding_does_not_change_the_result(make, recipe):
+    expected = make()
+    apply_recipe(expected, Recipe.of(RECIPES[recipe]), plain())
+    assert bool(input_scales(expected)) == (recipe == "smoothed")
     for side in ("left", "right"):
         found = make()
         apply_recipe(found, Recipe.of(RECIPES[recipe]), [padded(side)])
-        assert same_weights(found, want)
-        assert input_scales(found) == input_scales(want)
+        assert same_weights(found, expected)
+        assert input_scales(found) == input_scales(expected)
 
 
-def test_padding_would_have_changed_something():
-    want, found = llama(), llama()
-    apply_recipe(want, Recipe.of([Wanda(0.7)]), plain())
+def test_padding_without_a_mask_changes_the_result():
+    expected, found = llama(), llama()
+    apply_recipe(expected, Recipe.of([Wanda(0.7)]), plain())
     apply_recipe(found, Recipe.of([Wanda(0.7)]), [{"input_ids": padded("right")["input_ids"]}])
-    assert not same_weights(found, want)
+    assert not same_weights(found, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("make", [llama, bert])
-def test_padding_does_not_count_for_quality(make, side):
+def test_padding_is_excluded_from_quality(make, side):
     model = make()
-    want, found = measure(model, plain()), measure(model, [padded(side)])
-    assert found.perplexity == want.perplexity
-    assert torch.equal(found.outputs, want.outputs)
+    expected, found = measure(model, plain()), measure(model, [padded(side)])
+    assert found.perplexity == expected.perplexity
+    assert torch.equal(found.outputs, expected.outputs)
 
 
-def test_padding_is_left_out_of_what_a_loader_gives():
+def test_padding_of_a_loader_is_removed():
     whole = padded("right")
     items = [{name: x[i] for name, x in whole.items()} for i in range(len(LENGTHS))]
     loader = DataLoader(items, batch_size=3)
@@ -111,7 +111,7 @@ def test_padding_is_left_out_of_what_a_loader_gives():
 
 
 class Unmasked(LlamaForCausalLM):
-    """A model that takes no mask."""
+    """A model without an argument for the mask."""
 
     def forward(self, input_ids, **settings):
         assert not settings
@@ -124,9 +124,9 @@ def unmasked():
     return model
 
 
-def test_padding_is_left_out_of_a_model_that_takes_no_mask():
-    how = Calibration(evaluate=[padded("right")])
-    _, report = oneshot(unmasked(), [SparseGPT(0.5)], [padded("right")], calibration=how)
+def test_padding_is_removed_for_a_model_without_a_mask_argument():
+    calibration = Calibration(evaluate=[padded("right")])
+    _, report = oneshot(unmasked(), [SparseGPT(0.5)], [padded("right")], calibration=calibration)
     assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
     assert "the model does not take attention_mask: left out" in report.notes
     whole = padded("right")
@@ -138,7 +138,7 @@ def test_padding_is_left_out_of_a_model_that_takes_no_mask():
         assert torch.equal(found[1]["input_ids"], plain()[1]["input_ids"])
 
 
-def test_all_that_belongs_to_a_token_goes_with_it():
+def test_all_arguments_of_padding_tokens_are_removed():
     batch = padded("left")
     count, width = batch["input_ids"].shape
     places = torch.arange(width).expand(count, width)
@@ -152,7 +152,7 @@ def test_all_that_belongs_to_a_token_goes_with_it():
     assert all(part["attention_mask"].all() for part in (short, long))
 
 
-def test_what_has_no_padding_stays_as_it_is():
+def test_batches_without_padding_are_returned_unchanged():
     full = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
     given = [full, torch.ones(2, 3), [torch.ones(2, 3)], {"x": torch.ones(2)}]
     found = remove_padding(nn.Linear(1, 1), given)
@@ -161,13 +161,13 @@ def test_what_has_no_padding_stays_as_it_is():
     assert remove_padding(MODELS["t5"][0](), decoding)[0] is decoding[0]
 
 
-def test_a_batch_that_cannot_be_taken_apart_is_refused():
+def test_a_batch_that_cannot_be_split_raises():
     patches = padded("right") | {"pixel_values": torch.ones(8, 3)}
     with pytest.raises(ConfigError, match="pixel_values has 8 rows but attention_mask has 3"):
         remove_padding(nn.Linear(1, 1), [patches])
 
 
-def test_a_sample_alone_may_have_more_than_tokens():
+def test_a_single_sample_may_have_other_arguments():
     whole = padded("right")
     alone = {name: x[1:2] for name, x in whole.items()}
     more = {"pixel_values": torch.ones(8, 3), "grid": torch.ones(1, 3), "label": torch.ones(1)}
@@ -176,7 +176,7 @@ def test_a_sample_alone_may_have_more_than_tokens():
     assert all(found[name] is x for name, x in more.items())
 
 
-def test_what_all_rows_share_is_cut_for_each():
+def test_shared_positions_are_selected_for_each_row():
     batch = padded("left")
     places = torch.arange(batch["input_ids"].shape[1])
     short, long = remove_padding(nn.Linear(1, 1), [batch | {"position_ids": places[None]}])
@@ -184,7 +184,7 @@ def test_what_all_rows_share_is_cut_for_each():
     assert torch.equal(long["position_ids"], places[-9:].expand(2, 9))
 
 
-def test_a_mask_that_leaves_nothing_is_refused():
+def test_a_mask_without_tokens_raises():
     nothing = {"input_ids": torch.ones(2, 3), "attention_mask": torch.zeros(2, 3)}
     with pytest.raises(ConfigError, match="attention_mask excludes every token"):
         remove_padding(nn.Linear(1, 1), [nothing])

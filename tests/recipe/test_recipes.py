@@ -1,4 +1,4 @@
-"""Recipes as objects and as YAML, in our words and in those of others."""
+"""Recipes as objects and as YAML, with our names and those of other libraries."""
 
 import sys
 
@@ -22,7 +22,7 @@ from slimtensors.recipe import (
 )
 from slimtensors.recipe.recipe import MODIFIERS
 
-THEIRS = """
+LLM_COMPRESSOR = """
 sparsity_stage:
   run_type: oneshot
   sparsity_modifiers:
@@ -48,7 +48,7 @@ quantization_stage:
           targets: ["Linear"]
 """
 
-EVERY = [
+ALL_MODIFIERS = [
     MagnitudePruning((0.1, 0.2)),
     Wanda({"re:.*mlp.*": 0.6, "re:.*attn.*": 0.4}),
     SparseGPT(0.7, sparsity_profile="owl", owl_m=3, block_size=32, ignore=()),
@@ -65,22 +65,24 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("modifier", EVERY, ids=lambda x: type(x).__name__)
-def test_what_is_written_reads_back_equal(modifier):
+@pytest.mark.parametrize("modifier", ALL_MODIFIERS, ids=lambda x: type(x).__name__)
+def test_yaml_round_trip(modifier):
     recipe = Recipe.of(modifier)
     assert Recipe.from_yaml(recipe.to_yaml()) == recipe
 
 
-def test_a_recipe_of_every_modifier_is_saved_beside_a_model(tmp_path):
-    assert {type(each).__name__ for each in EVERY} == set(MODIFIERS)
-    recipe = Recipe([Stage(EVERY[:7], "first", "oneshot"), Stage(EVERY[7:], "second")])
+def test_a_recipe_of_all_modifiers_is_saved_to_a_folder(tmp_path):
+    assert {type(each).__name__ for each in ALL_MODIFIERS} == set(MODIFIERS)
+    recipe = Recipe(
+        [Stage(ALL_MODIFIERS[:7], "first", "oneshot"), Stage(ALL_MODIFIERS[7:], "second")]
+    )
     recipe.save(tmp_path)
     assert Recipe.load(tmp_path / "recipe.yaml") == recipe
     assert Recipe.of(str(tmp_path / "recipe.yaml")) == recipe
 
 
-def test_recipes_of_other_libraries_mean_the_same_here():
-    first, second = Recipe.from_yaml(THEIRS).stages
+def test_recipes_of_llm_compressor_are_read():
+    first, second = Recipe.from_yaml(LLM_COMPRESSOR).stages
     assert first.run_type == "oneshot"
     (sparse,) = first.modifiers
     assert isinstance(sparse, SparseGPT)
@@ -92,7 +94,7 @@ def test_recipes_of_other_libraries_mean_the_same_here():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "want"),
+    ("name", "fields", "expected"),
     [
         ("QuantizationModifier", {"scheme": "W4A16"}, Quantize("W4A16")),
         ("MagnitudePruningModifier", {"final_sparsity": 0.7}, MagnitudePruning(0.7)),
@@ -106,12 +108,12 @@ def test_recipes_of_other_libraries_mean_the_same_here():
         ("AWQModifier", {"scheme": "W4A16", "n_grid": 10}, AWQ("W4A16", steps=10)),
     ],
 )
-def test_names_of_others_are_known(name, fields, want):
-    assert Recipe.of({"test_modifiers": {name: fields}}).modifiers == (want,)
+def test_names_of_other_libraries_are_accepted(name, fields, expected):
+    assert Recipe.of({"test_modifiers": {name: fields}}).modifiers == (expected,)
 
 
 @pytest.mark.parametrize(
-    ("modifiers", "words"),
+    ("modifiers", "message"),
     [
         ({"SparseGTPModifier": {}}, "did you mean 'SparseGPTModifier'"),
         ({"SparseGPT": {"sparsty": 0.5}}, "no field 'sparsty'; did you mean 'sparsity'"),
@@ -134,8 +136,8 @@ def test_names_of_others_are_known(name, fields, want):
         ("SparseGPT", "expected a mapping or a list"),
     ],
 )
-def test_what_a_recipe_cannot_say_is_refused(modifiers, words):
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_modifiers_raise(modifiers, message):
+    with pytest.raises(ConfigError, match=message):
         Recipe.from_dict({"test_stage": {"test_modifiers": modifiers}})
 
 
@@ -151,12 +153,12 @@ def test_what_a_recipe_cannot_say_is_refused(modifiers, words):
         "x: !!python/name:os.system ''",
     ],
 )
-def test_what_is_no_recipe_is_refused(source):
+def test_invalid_recipes_raise(source):
     with pytest.raises(ConfigError):
         Recipe.from_yaml(source)
 
 
-def test_a_modifier_that_is_there_twice_is_not_dropped():
+def test_duplicate_modifiers_raise():
     two = """
 test_modifiers:
   Wanda: {targets: ["re:.*mlp.*"]}
@@ -174,13 +176,13 @@ def test_an_error_in_a_file_names_it(tmp_path):
         Recipe.load(path)
 
 
-def test_yaml_needs_its_package(monkeypatch):
+def test_a_missing_yaml_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(MissingDependencyError, match="transformers"):
         Recipe.from_yaml("")
 
 
-def test_modifiers_may_be_tags_as_sparseml_wrote_them():
+def test_tags_of_sparseml_are_read():
     recipe = Recipe.of("""
 pruning_modifiers:
   - !ConstantPruningModifier
@@ -200,7 +202,7 @@ quantization_modifiers:
 
 
 @pytest.mark.parametrize("value", ["[0.5]", "0.5", "[]", "sparsity"])
-def test_a_tag_takes_fields_and_nothing_else(value):
+def test_a_tag_without_fields_raises(value):
     with pytest.raises(ConfigError, match="line 2: !SparseGPTModifier must be followed by fields"):
         Recipe.of(f"a_modifiers:\n- !SparseGPTModifier {value}\n")
     for empty in ("", "{}"):

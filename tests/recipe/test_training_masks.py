@@ -1,4 +1,4 @@
-"""Masks through training: with any optimizer, by a schedule, and by movement."""
+"""Masks during training: all optimizers, schedules, movement pruning."""
 
 import math
 from copy import deepcopy
@@ -75,13 +75,13 @@ def random_masks(weights, keep=0.4):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_masks_hold_through_every_optimizer(kind, accumulate, dtype):
+def test_masks_are_applied_with_every_optimizer(kind, accumulate, dtype):
     model = net(dtype)
     weights = matrices(model)
     masks = random_masks(weights)
     before = {name: w.detach().clone() for name, w in weights.items()}
     optimizer = OPTIMIZERS[kind](model.parameters())
-    train(model, optimizer, 2)  # the optimizer remembers weights that go now
+    train(model, optimizer, 2)  # creates optimizer state of weights that are pruned below
     with HeldMasks(weights, masks).during(optimizer) as held:
         for step in range(4):
             train(model, optimizer, 1, accumulate=accumulate, start=2 + step)
@@ -96,7 +96,7 @@ def test_masks_hold_through_every_optimizer(kind, accumulate, dtype):
                 assert not x[~masks[name]].any()
 
 
-def test_momentum_of_pruned_weights_is_gone():
+def test_momentum_of_pruned_weights_is_zero():
     model = net()
     weights, masks = matrices(model), random_masks(matrices(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.99)
@@ -104,13 +104,13 @@ def test_momentum_of_pruned_weights_is_gone():
     held = HeldMasks(weights, masks)
     with held.during(optimizer):
         train(model, optimizer, 1)
-    for w in model.parameters():  # nothing holds now, and only what is remembered moves weights
+    for w in model.parameters():  # without masks, only momentum moves weights
         w.grad = torch.zeros_like(w)
     optimizer.step()
     held.check()
 
 
-def test_pruned_weights_do_not_count_for_clipping():
+def test_pruned_weights_do_not_affect_gradient_clipping():
     model = net()
     weights, masks = matrices(model), random_masks(matrices(model), keep=0.1)
     with HeldMasks(weights, masks).during(torch.optim.SGD(model.parameters(), lr=0.1)):
@@ -120,7 +120,7 @@ def test_pruned_weights_do_not_count_for_clipping():
         assert w.grad[masks[name]].any()
 
 
-def test_a_mask_that_was_broken_is_found():
+def test_check_finds_changed_weights():
     model = net()
     held = HeldMasks(matrices(model), random_masks(matrices(model)))
     held.check()
@@ -130,7 +130,7 @@ def test_a_mask_that_was_broken_is_found():
         held.check()
 
 
-def test_weights_that_are_not_trained_keep_their_zeros_too():
+def test_frozen_weights_are_masked_too():
     model = net()
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -139,7 +139,7 @@ def test_weights_that_are_not_trained_keep_their_zeros_too():
         held.check()
 
 
-def test_zeros_of_a_sparse_model_are_held():
+def test_zeros_of_a_sparse_model_are_preserved():
     model = net()
     HeldMasks(matrices(model), random_masks(matrices(model)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -155,7 +155,7 @@ def test_zeros_of_a_sparse_model_are_held():
     every=st.integers(1, 9),
     shares=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
 )
-def test_a_schedule_only_grows_and_ends_where_it_is_told(start, length, every, shares):
+def test_a_schedule_grows_to_its_final_sparsity(start, length, every, shares):
     schedule = Schedule(start, start + length, min(shares), max(shares), every)
     at = [schedule.at(step) for step in range(start + length + 5)]
     assert all(a <= b + 1e-12 for a, b in pairwise(at))
@@ -173,7 +173,7 @@ def test_a_schedule_is_cubic():
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ((5, 4, 0.0, 0.5), "from step 5 to step 4"),
         ((0, 4, 0.5, 0.4), "sparsity must grow"),
@@ -181,13 +181,13 @@ def test_a_schedule_is_cubic():
         ((0, 4, 0.0, 0.5, 0), "every"),
     ],
 )
-def test_schedules_that_make_no_sense_are_refused(fields, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_schedules_raise(fields, message):
+    with pytest.raises(ConfigError, match=message):
         Schedule(*fields)
 
 
 @pytest.mark.parametrize("ranking", [ALL, EACH], ids=["all", "each"])
-def test_magnitude_pruning_ends_exactly_and_lets_nothing_come_back(ranking):
+def test_gradual_pruning_reaches_its_sparsity_and_restores_nothing(ranking):
     model = net()
     weights = matrices(model)
     everything = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
@@ -208,7 +208,7 @@ def test_magnitude_pruning_ends_exactly_and_lets_nothing_come_back(ranking):
         assert all(int(x.sum()) == round(0.8 * x.numel()) for x in gone.values())
 
 
-def test_what_was_zero_before_is_never_chosen():
+def test_initial_zeros_stay_pruned():
     for kind, more in ((GradualMasks, {}), (MovementMasks, {"rate": 0.01})):
         model = net()
         weights, masks = matrices(model), random_masks(matrices(model), keep=0.4)
@@ -221,7 +221,7 @@ def test_what_was_zero_before_is_never_chosen():
 
 
 @pytest.mark.parametrize("name", ["2:4", "1:8", "rows", "8x4"])
-def test_gradual_pruning_ends_in_the_structure_that_was_asked_for(name):
+def test_gradual_pruning_ends_with_the_requested_structure(name):
     structure = parse_structure(name)
     final = structure.share or 0.5
     model = net()
@@ -245,7 +245,7 @@ def test_gradual_pruning_ends_in_the_structure_that_was_asked_for(name):
         assert torch.equal(structure.zeros(mask.float(), final), ~mask)
 
 
-def test_structures_follow_the_inputs_of_layers_that_lie_on_their_side():
+def test_structures_follow_the_inputs_of_transposed_layers():
     scores = torch.rand(8, 6, generator=torch.Generator().manual_seed(0))
     lying = rank_per_layer(parse_structure("2:4"), {"x": Weight("weight", transposed=True)})
     upright = rank_per_layer(parse_structure("2:4"), {"x": Weight("weight")})
@@ -261,7 +261,7 @@ def kept(scores, share):
 
 
 class Kept(torch.autograd.Function):
-    """The mask of the highest scores, whose gradient goes straight to the scores."""
+    """Mask of the highest scores, with a straight-through gradient."""
 
     @staticmethod
     def forward(ctx, scores, share):
@@ -272,7 +272,7 @@ class Kept(torch.autograd.Function):
         return gradient, None
 
 
-def test_movement_pruning_is_what_autograd_with_straight_through_masks_does():
+def test_movement_pruning_matches_straight_through_masks():
     schedule = Schedule(2, 14, 0.1, 0.7)
     torch.manual_seed(0)
     linear = nn.Linear(12, 10)
@@ -299,15 +299,15 @@ def test_movement_pruning_is_what_autograd_with_straight_through_masks_does():
             (linear(x) - y).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            wanted = kept(scores, schedule.at(step + 1))
-            assert torch.equal(masks.masks["weight"], wanted)
-            came_back += int((wanted & ~before).sum())
-            torch.testing.assert_close(linear.weight, weight.detach() * wanted)
+            expected = kept(scores, schedule.at(step + 1))
+            assert torch.equal(masks.masks["weight"], expected)
+            came_back += int((expected & ~before).sum())
+            torch.testing.assert_close(linear.weight, weight.detach() * expected)
     assert came_back > 0
     assert int((linear.weight == 0).sum()) == round(0.7 * 120)
 
 
-def test_scores_may_begin_as_magnitudes():
+def test_scores_may_be_initialized_with_magnitudes():
     model = net()
     weights = matrices(model)
     everything = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
@@ -325,7 +325,7 @@ def test_scores_may_begin_as_magnitudes():
     assert torch.equal(relative_magnitude(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
-def test_after_the_schedule_movement_masks_stay():
+def test_movement_masks_are_constant_after_the_schedule():
     model = net()
     weights = matrices(model)
     everything = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights.items()}
@@ -346,8 +346,8 @@ def test_after_the_schedule_movement_masks_stay():
 
 
 @pytest.mark.parametrize("kind", [HeldMasks, GradualMasks, MovementMasks])
-def test_masks_go_on_from_their_state(kind):
-    def made(model):
+def test_masks_resume_from_their_state(kind):
+    def make_masks(model):
         masks = random_masks(matrices(model), keep=0.9)
         more = {"schedule": Schedule(1, 8, 0, 0.8), "ranking": ALL}
         more |= {"rate": 0.01} if kind is MovementMasks else {}
@@ -355,10 +355,10 @@ def test_masks_go_on_from_their_state(kind):
 
     model, again = net(), net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    masks = made(model)
+    masks = make_masks(model)
     with masks.during(optimizer):
         train(model, optimizer, 5)
-        held = made(again)
+        held = make_masks(again)
         held.load_state_dict(masks.state_dict())
         again.load_state_dict(model.state_dict())
         resumed = torch.optim.AdamW(again.parameters(), lr=0.01)
@@ -370,7 +370,7 @@ def test_masks_go_on_from_their_state(kind):
         assert same_bits(a.detach(), b.detach())
 
 
-def test_a_state_of_other_weights_is_refused():
+def test_a_state_of_other_weights_raises():
     model = net()
     weights = matrices(model)
     one = HeldMasks({"0.weight": weights["0.weight"]}, nonzero(weights))

@@ -1,4 +1,4 @@
-"""GPTQ: less error in the outputs than rounding to nearest, on the grid, and the zeros kept."""
+"""GPTQ: smaller output error than rounding to nearest, on the grid, with zeros preserved."""
 
 import pytest
 import torch
@@ -43,16 +43,16 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def hessian_of(columns=COLUMNS, tokens=300, seed=1):
-    """Inputs that hang together, some much larger than others."""
+def make_hessian(columns=COLUMNS, tokens=300, seed=1):
+    """Return the Hessian of correlated inputs with very different magnitudes."""
     sizes = random(columns, seed=seed + 1).exp()
     hessian = Hessian(columns)
     hessian.add(random(tokens, columns, seed=seed) @ random(columns, columns, seed=seed) * sizes)
     return hessian.mean()
 
 
-def by_the_paper(weight, hessian, scale, *, width, damping=0.01):
-    """GPTQ as published, column by column through the inverse, for 4-bit symmetric codes."""
+def reference_gptq(weight, hessian, scale, *, width, damping=0.01):
+    """Compute GPTQ as published, with the inverse Hessian, for symmetric 4-bit codes."""
     damped = hessian.double().clone()
     damped.diagonal().add_(damping * damped.diagonal().mean())
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
@@ -65,17 +65,17 @@ def by_the_paper(weight, hessian, scale, *, width, damping=0.01):
     return done
 
 
-def test_it_gives_what_the_paper_gives():
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_gptq_matches_the_published_algorithm():
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     args = QuantizationArgs(num_bits=4, group_size=16)
-    want = by_the_paper(weight, hessian, find_params(weight, args).scale, width=16)
-    torch.testing.assert_close(gptq(weight, hessian, args).weight, want.float())
+    expected = reference_gptq(weight, hessian, find_params(weight, args).scale, width=16)
+    torch.testing.assert_close(gptq(weight, hessian, args).weight, expected.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_change_less_than_by_rounding_to_nearest(kind, dtype):
-    weight, hessian = random(ROWS, COLUMNS).to(dtype), hessian_of()
+def test_output_error_is_below_rounding_to_nearest(kind, dtype):
+    weight, hessian = random(ROWS, COLUMNS).to(dtype), make_hessian()
     args = QuantizationArgs(**KINDS[kind])
     ours, nearest = gptq(weight, hessian, args), rtn(weight, args)
     assert ours.weight.dtype == dtype
@@ -87,14 +87,14 @@ def test_outputs_change_less_than_by_rounding_to_nearest(kind, dtype):
 def test_the_result_is_on_the_grid(kind):
     args = QuantizationArgs(**KINDS[kind])
     for dtype in (torch.float32, torch.bfloat16):
-        done = gptq(random(ROWS, COLUMNS).to(dtype), hessian_of(), args)
+        done = gptq(random(ROWS, COLUMNS).to(dtype), make_hessian(), args)
         assert torch.equal(rtn(done.weight, args, params=done.params).weight, done.weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pattern", ["any", "2:4"])
-def test_zeros_stay_zeros_and_only_kept_weights_take_over_errors(kind, pattern):
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_masked_weights_stay_zero(kind, pattern):
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     if pattern == "any":
         mask = random(ROWS, COLUMNS, seed=9) > 0
     else:
@@ -106,13 +106,13 @@ def test_zeros_stay_zeros_and_only_kept_weights_take_over_errors(kind, pattern):
     done = gptq(pruned, hessian, args, mask=mask)
     assert not done.weight[~mask].any()
     codes = done.weight[~mask].view(torch.int32)
-    assert not codes.any(), "a minus zero would be another code"
+    assert not codes.any(), "-0.0 would be another code"
     nearest = output_error(pruned - rtn(pruned, args).weight, hessian)
     assert output_error(pruned - done.weight, hessian) < nearest
 
 
-def test_a_mask_may_also_prune_and_the_kept_weights_make_up_for_it():
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_kept_weights_compensate_for_a_mask():
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     mask = weight.abs() > 0.5
     args = QuantizationArgs(num_bits=8, group_size=-1)
     done = gptq(weight, hessian, args, mask=mask)
@@ -120,8 +120,8 @@ def test_a_mask_may_also_prune_and_the_kept_weights_make_up_for_it():
     assert output_error(weight - done.weight, hessian) < 0.9 * plain
 
 
-def test_the_most_active_columns_come_first():
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_actorder_reduces_the_error():
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     plain = gptq(weight, hessian, QuantizationArgs(num_bits=4, group_size=16))
     for order in ("weight", "group"):
         args = QuantizationArgs(num_bits=4, group_size=16, actorder=order)
@@ -138,8 +138,8 @@ def test_the_most_active_columns_come_first():
 
 @pytest.mark.parametrize("order", [None, "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_groups_that_wait_get_scales_that_fit_what_they_have_become(order, symmetric):
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_dynamic_groups_get_other_scales(order, symmetric):
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     args = QuantizationArgs(num_bits=4, group_size=16, actorder=order, symmetric=symmetric)
     early, late = (gptq(weight, hessian, args, static_groups=static) for static in (True, False))
     assert not torch.equal(early.params.scale, late.params.scale)
@@ -151,43 +151,45 @@ def test_groups_that_wait_get_scales_that_fit_what_they_have_become(order, symme
 
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 9), groups=st.integers(1, 7), size=st.sampled_from([1, 3, 8, 20]))
-def test_any_shape_gives_the_greedy_choice_of_each_column(rows, groups, size):
+def test_any_shape_matches_the_published_algorithm(rows, groups, size):
     columns = groups * size
-    weight, hessian = random(rows, columns), hessian_of(columns)
+    weight, hessian = random(rows, columns), make_hessian(columns)
     args = QuantizationArgs(num_bits=4, group_size=size)
-    params = Params(0.2 + random(rows, groups, seed=5).abs() / 3)  # fitting ones would make ties
-    want = by_the_paper(weight, hessian, params.scale, width=size)
+    params = Params(
+        0.2 + random(rows, groups, seed=5).abs() / 3
+    )  # observed scales would cause ties
+    expected = reference_gptq(weight, hessian, params.scale, width=size)
     got = gptq(weight, hessian, args, params=params).weight
-    torch.testing.assert_close(got, want.float())
+    torch.testing.assert_close(got, expected.float())
 
 
-def test_scales_that_are_given_are_used():
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_given_params_are_used():
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     args = QuantizationArgs(num_bits=4, group_size=16)
     params = find_params(weight / 2, args)
     assert gptq(weight, hessian, args, params=params).params is params
 
 
-def test_inputs_that_were_always_zero_are_rounded_to_nearest_and_told():
-    weight, hessian, told = random(ROWS, COLUMNS), hessian_of(), []
+def test_columns_of_zero_inputs_are_rounded_to_nearest_and_noted():
+    weight, hessian, notes = random(ROWS, COLUMNS), make_hessian(), []
     hessian[5], hessian[:, 5] = 0, 0
     args = QuantizationArgs(num_bits=4, group_size=16)
-    done = gptq(weight, hessian, args, tell=told.append)
+    done = gptq(weight, hessian, args, tell=notes.append)
     assert torch.equal(done.weight[:, 5], rtn(weight, args).weight[:, 5])
-    assert told == ["1 of 64 inputs were always zero"]
+    assert notes == ["1 of 64 inputs were always zero"]
 
 
-def test_a_singular_hessian_gets_more_damping_and_that_is_told():
-    told = []
+def test_damping_of_a_singular_hessian_is_raised_and_noted():
+    notes = []
     hessian = torch.ones(COLUMNS, COLUMNS)
     args = QuantizationArgs(num_bits=4, group_size=16)
-    done = gptq(random(ROWS, COLUMNS), hessian, args, damping=0.0, tell=told.append)
+    done = gptq(random(ROWS, COLUMNS), hessian, args, damping=0.0, tell=notes.append)
     assert torch.isfinite(done.weight).all()
-    assert "damping raised to 0.0001" in told[0]
+    assert "damping raised to 0.0001" in notes[0]
 
 
-def test_bad_input_is_refused():
-    weight, hessian = random(ROWS, COLUMNS), hessian_of()
+def test_invalid_input_raises():
+    weight, hessian = random(ROWS, COLUMNS), make_hessian()
     args = QuantizationArgs(num_bits=4, group_size=16)
     nan = hessian.clone()
     nan[0, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Which weights go: as many as asked for, where they may, and with the least harm."""
+"""Pruning: exact shares and structures, small output errors, targets and allocation."""
 
 import copy
 
@@ -41,7 +41,7 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def seen_by(columns, seed=1):
+def make_hessian(columns, seed=1):
     inputs = random(256, columns, seed=seed)
     inputs = inputs + inputs[:, :8] @ random(8, columns, seed=seed + 1)
     hessian = Hessian(columns)
@@ -51,8 +51,8 @@ def seen_by(columns, seed=1):
 
 def prune(method, weight, hessian, share, structure="unstructured", **more):
     structure = parse_structure(structure)
-    wanted = PruningTarget(share if structure.share is None else structure.share, structure, **more)
-    return method.prune(weight, hessian, wanted, tell=lambda text: None)
+    target = PruningTarget(share if structure.share is None else structure.share, structure, **more)
+    return method.prune(weight, hessian, target, tell=lambda text: None)
 
 
 def llama():
@@ -71,24 +71,26 @@ def sparsity(layer):
 @pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_as_many_weights_go_as_asked_for_and_where_they_may(method, structure, dtype):
+def test_zeros_have_the_requested_share_and_structure(method, structure, dtype):
     weight = random(32, 64).to(dtype)
-    pruned = prune(method, weight, seen_by(64).mean(), 0.75, structure)
+    pruned = prune(method, weight, make_hessian(64).mean(), 0.75, structure)
     assert pruned.dtype == dtype
-    want = parse_structure(structure)
-    share = 0.75 if want.share is None else want.share
+    expected = parse_structure(structure)
+    share = 0.75 if expected.share is None else expected.share
     assert int((pruned == 0).sum()) == round(share * weight.numel())
-    if isinstance(want, Groups):
-        assert ((pruned.view(-1, want.size) != 0).sum(1) == want.kept).all()
-    if isinstance(want, Rows):
+    if isinstance(expected, Groups):
+        assert ((pruned.view(-1, expected.size) != 0).sum(1) == expected.kept).all()
+    if isinstance(expected, Rows):
         assert int(pruned.any(1).sum()) == 8
-    if isinstance(want, Blocks):
-        blocks = (pruned != 0).view(32 // want.height, want.height, 64 // want.width, want.width)
-        assert (blocks.sum((1, 3)) % (want.height * want.width) == 0).all()
+    if isinstance(expected, Blocks):
+        blocks = (pruned != 0).view(
+            32 // expected.height, expected.height, 64 // expected.width, expected.width
+        )
+        assert (blocks.sum((1, 3)) % (expected.height * expected.width) == 0).all()
 
 
 @given(share=st.floats(0, 0.99), rows=st.integers(1, 9), columns=st.integers(1, 40))
-def test_any_share_of_any_shape_is_met(share, rows, columns):
+def test_unstructured_zeros_have_the_exact_share(share, rows, columns):
     weight = random(rows, columns)
     zeros = Unstructured().zeros(weight.abs(), share)
     assert int(zeros.sum()) == round(share * rows * columns)
@@ -102,32 +104,38 @@ def test_any_share_of_any_shape_is_met(share, rows, columns):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_scores_may_be_parameters_of_any_dtype(structure, dtype):
     scores = torch.randint(0, 64, (32, 64), generator=torch.Generator().manual_seed(3)) / 8
-    want = parse_structure(structure).zeros(scores, 0.5)
+    expected = parse_structure(structure).zeros(scores, 0.5)
     found = parse_structure(structure).zeros(nn.Parameter(scores.to(dtype)), 0.5)
     assert found.any()
-    assert found.sum() == want.sum()
-    if structure in ("unstructured", "1:4", "2:4", "4:8", "8:16"):  # others add scores up
-        assert torch.equal(found, want)
+    assert found.sum() == expected.sum()
+    if structure in (
+        "unstructured",
+        "1:4",
+        "2:4",
+        "4:8",
+        "8:16",
+    ):  # others sum scores, which rounds
+        assert torch.equal(found, expected)
 
 
-def test_of_equal_weights_only_as_many_go_as_needed():
+def test_ties_do_not_exceed_the_share():
     assert int(Unstructured().zeros(torch.ones(4, 10), 0.35).sum()) == 14
     assert Unstructured().zeros(torch.ones(4, 10), 0.3, per_row=True).sum(1).tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("structure", ["unstructured", "2:4", "8:16", "4x4"])
-def test_looking_at_inputs_does_less_harm(structure):
-    weight, hessian = random(48, 64), seen_by(64).mean()
-    harm = [
+def test_methods_that_use_inputs_have_smaller_errors(structure):
+    weight, hessian = random(48, 64), make_hessian(64).mean()
+    errors = [
         output_error(weight - prune(method, weight, hessian, 0.5, structure), hessian)
         for method in METHODS
     ]
-    assert harm[2] < 0.7 * harm[1] < 0.5 * harm[0]
+    assert errors[2] < 0.7 * errors[1] < 0.5 * errors[0]
 
 
-def test_the_choice_of_sparsegpt_is_the_one_of_the_paper():
-    """Zeros and updates by the inverse Hessian, column by column, as first published."""
-    weight, hessian = random(8, 24), seen_by(24).mean()
+def test_sparsegpt_matches_the_published_algorithm():
+    """Compare with zeros and updates by the inverse Hessian, column by column."""
+    weight, hessian = random(8, 24), make_hessian(24).mean()
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(24)
     inverse = torch.linalg.cholesky(torch.linalg.inv(damped.double()), upper=True)
     slow = weight.double()
@@ -144,31 +152,33 @@ def test_the_choice_of_sparsegpt_is_the_one_of_the_paper():
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
-def test_zeros_that_are_there_stay(method):
+def test_existing_zeros_are_preserved(method):
     weight = random(16, 32)
     held = random(16, 32, seed=5) > 0.3
-    pruned = prune(method, weight.masked_fill(held, 0), seen_by(32).mean(), 0.5, held=held)
+    pruned = prune(method, weight.masked_fill(held, 0), make_hessian(32).mean(), 0.5, held=held)
     assert not pruned[held].any()
-    pruned = prune(method, weight.masked_fill(held, 0), seen_by(32).mean(), 0.5, "2:4", held=held)
+    pruned = prune(
+        method, weight.masked_fill(held, 0), make_hessian(32).mean(), 0.5, "2:4", held=held
+    )
     assert not pruned[held].any()
     assert ((pruned.view(-1, 4) != 0).sum(1) <= 2).all()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda x: x.name)
-def test_a_model_is_pruned_in_place_and_told_how(method):
+def test_a_model_is_pruned_in_place_with_reports(method):
     model = llama()
     dense = copy.deepcopy(model)
     layers = find_layers(model, ["Linear"], ["lm_head"])
-    told = []
+    calls = []
     reports = prune_model(
         model,
         dict.fromkeys(layers, 0.5),
         method=method,
         calibration=batches(),
-        progress=lambda *each: told.append(each[1:]),
+        progress=lambda *each: calls.append(each[1:]),
     )
     assert [each.name for each in reports] == list(layers)
-    assert told == [(i, 21) for i in range(1, 22)]
+    assert calls == [(i, 21) for i in range(1, 22)]
     assert all(sparsity(layer) == 0.5 for layer in layers.values())
     assert torch.equal(model.lm_head.weight, dense.lm_head.weight)
     if method.needs_inputs:
@@ -178,7 +188,7 @@ def test_a_model_is_pruned_in_place_and_told_how(method):
         assert all(each.error < each.nearest_error for each in reports)
 
 
-def test_experts_are_pruned_each_on_what_it_sees():
+def test_experts_are_pruned_individually():
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2)).eval()
     layers = find_layers(model, ["re:.*experts"], [])
@@ -206,11 +216,13 @@ def test_a_quantized_model_stays_on_its_grid(method, scheme):
     for name, layer in layers.items():
         state = layer.module.quantization
         assert sparsity(layer) >= 0.5
-        assert torch.equal(state.dense_weight(layer.weight), layer.parameter), "codes are not new"
+        assert torch.equal(state.dense_weight(layer.weight), layer.parameter), (
+            "codes are not updated"
+        )
         assert torch.equal(state.kept()["weight_scale"], before[name]["weight_scale"])
 
 
-def test_what_another_run_quantized_is_refused():
+def test_a_model_quantized_by_an_earlier_run_raises():
     model = llama()
     config = QuantizationConfig.preset("W8A8", ignore=["lm_head"])
     config.quantization_status = "frozen"
@@ -219,12 +231,12 @@ def test_what_another_run_quantized_is_refused():
         prune_model(model, {"model.layers.0.mlp.up_proj": 0.5}, method=Magnitude())
 
 
-def test_a_run_goes_on_after_the_last_finished_layer(tmp_path):
+def test_an_interrupted_run_resumes_after_the_last_finished_layer(tmp_path):
     data, dense = batches(), llama()
     shares = dict.fromkeys(find_layers(dense, ["Linear"], ["lm_head"]), 0.6)
     options = {"method": SparseGPT(), "calibration": data}
     whole = copy.deepcopy(dense)
-    want = prune_model(whole, shares, **options)
+    expected = prune_model(whole, shares, **options)
 
     class KilledError(Exception):
         pass
@@ -235,9 +247,9 @@ def test_a_run_goes_on_after_the_last_finished_layer(tmp_path):
 
     with pytest.raises(KilledError):
         prune_model(copy.deepcopy(dense), shares, folder=tmp_path, progress=kill, **options)
-    for _ in range(2):  # from the middle, and from the end
+    for _ in range(2):  # resume once from the middle, once from the end
         again = copy.deepcopy(dense)
-        assert prune_model(again, shares, folder=tmp_path, **options) == want
+        assert prune_model(again, shares, folder=tmp_path, **options) == expected
         assert all(
             torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
         )
@@ -245,7 +257,7 @@ def test_a_run_goes_on_after_the_last_finished_layer(tmp_path):
         prune_model(dense, shares, folder=tmp_path, method=Wanda(), calibration=data)
 
 
-def test_a_hessian_that_tells_nothing_is_fallen_back_from():
+def test_a_singular_hessian_falls_back_to_wanda():
     model = llama()
     name = "model.layers.0.mlp.up_proj"
     layer = collect_layers(model)[name]
@@ -261,7 +273,7 @@ def test_a_hessian_that_tells_nothing_is_fallen_back_from():
     assert torch.equal(weight == 0, Unstructured().zeros(layer.matrix.abs(), 0.5))
 
 
-def test_layers_outside_of_the_blocks_go_by_magnitude():
+def test_layers_outside_of_the_blocks_are_pruned_by_magnitude():
     model = llama()
     (report,) = prune_model(model, {"lm_head": 0.5}, method=Wanda(), calibration=batches())
     assert report.method == "magnitude"
@@ -309,7 +321,7 @@ def test_shares_may_differ_by_block_and_by_target():
         per_target(layers, {"Linear": 0.5, "re:.*mlb": 0.7})
 
 
-def test_blocks_with_outliers_keep_more():
+def test_blocks_with_outliers_are_pruned_less():
     model = llama()
     with torch.no_grad():
         for layer in model.model.layers[1].modules():
@@ -323,7 +335,7 @@ def test_blocks_with_outliers_keep_more():
     assert max(blocks) - min(blocks) == pytest.approx(0.16)
 
 
-def test_what_cannot_be_pruned_is_refused():
+def test_invalid_input_raises():
     with pytest.raises(ConfigError, match="do not divide into groups"):
         sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Groups(2, 4))
     with pytest.raises(ConfigError, match="does not divide into blocks"):

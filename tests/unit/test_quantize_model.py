@@ -1,4 +1,4 @@
-"""Whole models, layer by layer: on the grid, with every zero, resumable, and told what happened."""
+"""Quantize whole models layer by layer: grids, zeros, smoothing, resuming, reports."""
 
 import copy
 import json
@@ -55,12 +55,12 @@ def llama(**more):
     torch.manual_seed(0)
     sizes = {**SMALL, "vocab_size": 50, "num_key_value_heads": 2, **more}
     model = LlamaForCausalLM(LlamaConfig(**sizes))
-    uneven(model)
+    randomize_norms(model)
     return model
 
 
-def uneven(model):
-    """Give norms weights of different sizes, as training does."""
+def randomize_norms(model):
+    """Set the weights of norms to values of different magnitudes, like those of a trained model."""
     for name, p in model.named_parameters():
         if "norm" in name.lower() and name.endswith("weight"):
             p.data.copy_(torch.randn_like(p).mul(0.7).exp())
@@ -88,13 +88,9 @@ def loss(model, dense, data):
     return float((outputs(model, data) - outputs(dense, data)).square().mean())
 
 
-def weights(model):
-    return {name: x.clone() for name, x in model.state_dict().items()}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Small matrices gain nothing by more, and lose much where cores are busy."""
+    """Use one thread: small matrices gain nothing from more, and lose on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -106,14 +102,14 @@ def dense():
     return llama()
 
 
-def quantized(dense, cfg, **options):
+def quantize(dense, cfg, **options):
     model = copy.deepcopy(dense)
     return model, quantize_model(model, cfg, calibration=tokens(), **options)
 
 
-def test_every_target_is_on_its_grid_and_nothing_else_changes(dense):
+def test_only_targets_change_and_are_on_their_grid(dense):
     cfg = config()
-    model, report = quantized(dense, cfg)
+    model, report = quantize(dense, cfg)
     before, after = dense.state_dict(), model.state_dict()
     assert before.keys() == after.keys()
     for name, (weight, params) in report.results.items():
@@ -128,15 +124,13 @@ def test_every_target_is_on_its_grid_and_nothing_else_changes(dense):
 
 def test_gptq_changes_outputs_less_than_rounding_to_nearest(dense):
     data = tokens()
-    losses = {
-        m: loss(quantized(dense, config(), method=m)[0], dense, data) for m in ("gptq", "rtn")
-    }
+    losses = {m: loss(quantize(dense, config(), method=m)[0], dense, data) for m in ("gptq", "rtn")}
     assert losses["gptq"] < 0.8 * losses["rtn"]
 
 
-def test_the_report_says_what_was_done_and_progress_is_told(dense):
+def test_progress_and_report_list_every_layer(dense):
     seen = []
-    _, report = quantized(dense, config(), progress=lambda *what: seen.append(what))
+    _, report = quantize(dense, config(), progress=lambda *what: seen.append(what))
     assert [(one, total) for _, one, total in seen] == [(i, 14) for i in range(1, 15)]
     assert [layer for layer, _, _ in seen] == list(report.layers)
     for layer in report.layers:
@@ -149,61 +143,61 @@ def test_the_report_says_what_was_done_and_progress_is_told(dense):
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("smoothing", [None, SmoothQuant(), AWQ(steps=4)])
-def test_masks_are_kept(dense, method, smoothing):
+def test_zeros_are_preserved(dense, method, smoothing):
     pruned = copy.deepcopy(dense)
     for name, p in pruned.named_parameters():
         if "proj" in name:
             least = p.data.view(-1, 4).abs().topk(2, largest=False).indices
             p.data.copy_(p.data.view(-1, 4).scatter(1, least, 0).view_as(p))
     zeros = {name: p == 0 for name, p in pruned.named_parameters() if "proj" in name}
-    model, _ = quantized(pruned, config(), method=method, smoothing=smoothing)
+    model, _ = quantize(pruned, config(), method=method, smoothing=smoothing)
     for name, mask in zeros.items():
         assert not model.get_parameter(name)[mask].any()
 
 
 @pytest.mark.parametrize("order", ["weight", "group"])
-def test_activation_order_is_followed(dense, order):
-    _, report = quantized(dense, config(actorder=order))
+def test_actorder_is_applied(dense, order):
+    _, report = quantize(dense, config(actorder=order))
     ordered = [params.g_idx is not None for _, params in report.results.values()]
     assert all(ordered) if order == "group" else not any(ordered)
 
 
 def test_options_of_a_method_are_its_fields(dense):
-    heavy, _ = quantized(dense, config(), method=GPTQ(damping=1e6))
-    nearest, _ = quantized(dense, config(), method=RTN())
+    heavy, _ = quantize(dense, config(), method=GPTQ(damping=1e6))
+    nearest, _ = quantize(dense, config(), method=RTN())
     for name, x in heavy.state_dict().items():
         same = (x == nearest.state_dict()[name]).float().mean()
-        assert same > 0.99, "so much damping leaves only rounding, ties aside"
+        assert same > 0.99, "with this damping only rounding remains, except for ties"
     with pytest.raises(ConfigError, match="did you mean 'gptq'"):
-        quantized(dense, config(), method="gtpq")
+        quantize(dense, config(), method="gtpq")
 
 
 @pytest.mark.parametrize("smoothing", [SmoothQuant(), SmoothQuant(0.8), AWQ(steps=4)])
-def test_smoothing_alone_changes_nothing(dense, smoothing):
+def test_smoothing_preserves_outputs(dense, smoothing):
     fine = config(num_bits=8)
-    model, report = quantized(dense, fine, method="rtn", smoothing=smoothing)
+    model, report = quantize(dense, fine, method="rtn", smoothing=smoothing)
     assert not report.notes
     norms = [name for name, _ in dense.named_parameters() if "layernorm" in name]
     left = [torch.equal(model.get_parameter(name), dense.get_parameter(name)) for name in norms]
-    assert not any(left) or isinstance(smoothing, AWQ), "which may find that to leave it is best"
+    assert not any(left) or isinstance(smoothing, AWQ), "AWQ may choose not to scale"
     torch.testing.assert_close(
         outputs(model, tokens()), outputs(dense, tokens()), rtol=0, atol=2e-2
     )
 
 
-def test_smoothing_helps_where_inputs_are_quantized(dense):
+def test_smoothing_reduces_the_error_of_quantized_inputs(dense):
     spiky = copy.deepcopy(dense)
     for name, p in spiky.named_parameters():
         if "layernorm" in name:
             p.data[:2] *= 50
     token = QuantizationArgs(num_bits=4, strategy="token", dynamic=True)
     cfg = config(num_bits=8, group_size=-1, inputs=token)
-    plain, _ = quantized(spiky, cfg, method="rtn")
-    smooth, _ = quantized(spiky, cfg, method="rtn", smoothing=SmoothQuant())
+    plain, _ = quantize(spiky, cfg, method="rtn")
+    smooth, _ = quantize(spiky, cfg, method="rtn", smoothing=SmoothQuant())
     assert loss(smooth, spiky, tokens()) < 0.8 * loss(plain, spiky, tokens())
 
 
-def test_the_search_finds_a_scale_that_spares_the_inputs_that_matter():
+def test_awq_gives_large_inputs_a_larger_scale():
     torch.manual_seed(0)
     inputs = Hessian(32)
     inputs.add(torch.randn(200, 32) * torch.tensor([30.0] * 2 + [1.0] * 30))
@@ -216,10 +210,10 @@ def test_the_search_finds_a_scale_that_spares_the_inputs_that_matter():
     assert smooth < output_error(rtn(weight, args).weight - weight, hessian)
 
 
-def test_a_norm_that_others_read_too_is_not_smoothed_and_that_is_told():
+def test_a_norm_with_other_readers_is_not_smoothed_and_noted():
     torch.manual_seed(0)
     bert = BertModel(BertConfig(vocab_size=50, **SMALL)).eval()
-    uneven(bert)
+    randomize_norms(bert)
     model = copy.deepcopy(bert)
     report = quantize_model(model, config(ignore=()), calibration=tokens(), smoothing=SmoothQuant())
     assert len(report.notes) == 2
@@ -246,7 +240,7 @@ def test_a_norm_that_adds_one_to_its_weight_is_smoothed():
     )
 
 
-def test_layers_of_gpt2_lie_the_other_way_round():
+def test_transposed_layers_of_gpt2_are_quantized():
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 50, "n_positions": 32}
     gpt2 = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
@@ -263,13 +257,13 @@ def test_layers_of_gpt2_lie_the_other_way_round():
     assert losses["gptq"] < 0.8 * losses["rtn"]
 
 
-def test_an_expert_that_saw_no_token_is_rounded_to_nearest_and_that_is_told():
+def test_an_expert_without_tokens_is_rounded_to_nearest_and_noted():
     torch.manual_seed(0)
     sizes = {**SMALL, "vocab_size": 50, "num_key_value_heads": 2, "num_local_experts": 4}
     mixtral = MixtralForCausalLM(MixtralConfig(**sizes, num_experts_per_tok=1)).eval()
     for name, p in mixtral.named_parameters():
         if name.endswith("gate.weight"):
-            p.data[3] = p.data[2]  # of two that are equal, the first one is taken
+            p.data[3] = p.data[2]  # the router prefers the first of two equal experts
     model = copy.deepcopy(mixtral)
     implementation = model.config._experts_implementation
     cfg = config(ignore=("lm_head", "re:.*gate$"))
@@ -294,7 +288,7 @@ def test_an_expert_that_saw_no_token_is_rounded_to_nearest_and_that_is_told():
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("kind", ["tensor", "channel", "group", "tensor_group"])
-def test_experts_are_rounded_as_if_each_were_alone(kind, symmetric):
+def test_experts_are_rounded_individually(kind, symmetric):
     args = QuantizationArgs(
         num_bits=4,
         type="float" if kind == "tensor_group" else "int",
@@ -306,15 +300,15 @@ def test_experts_are_rounded_as_if_each_were_alone(kind, symmetric):
     experts.down = nn.Parameter(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
     layer = Layer("experts.down", experts, Weight("down"), args)
     done, _ = quantize_layer(layer, RTN(), {})
-    want = find_params(experts.down.data, args)
-    assert torch.equal(done.params.scale, want.scale)
-    assert torch.equal(done.weight, fake_quantize(experts.down.data, want, args))
+    expected = find_params(experts.down.data, args)
+    assert torch.equal(done.params.scale, expected.scale)
+    assert torch.equal(done.weight, fake_quantize(experts.down.data, expected, args))
 
 
 @pytest.mark.parametrize("order", [None, "weight", "group"])
-def test_what_is_stored_gives_the_same_numbers(dense, order, tmp_path):
+def test_a_stored_model_has_the_same_weights(dense, order, tmp_path):
     cfg = config(actorder=order)
-    model, report = quantized(dense, cfg)
+    model, report = quantize(dense, cfg)
     before = outputs(model, tokens())
     model.apply(compress_quantized_weights)
     assert same_results(outputs(model, tokens()), before)
@@ -325,8 +319,8 @@ def test_what_is_stored_gives_the_same_numbers(dense, order, tmp_path):
         assert torch.equal(back[f"{name}.weight"], weight)
 
 
-def test_layers_outside_of_the_blocks_are_rounded_to_nearest_and_that_is_told(dense):
-    _, report = quantized(dense, config(ignore=()))
+def test_layers_outside_of_the_blocks_are_rounded_to_nearest_and_noted(dense):
+    _, report = quantize(dense, config(ignore=()))
     head = next(layer for layer in report.layers if layer.name == "lm_head")
     assert head.method == "rtn"
     assert "outside of the repeated blocks" in head.notes[0]
@@ -334,13 +328,13 @@ def test_layers_outside_of_the_blocks_are_rounded_to_nearest_and_that_is_told(de
 
 def test_static_activations_are_calibrated_on_the_quantized_model(dense):
     static = QuantizationArgs(num_bits=8, strategy="tensor")
-    model, _ = quantized(dense, config(inputs=static))
+    model, _ = quantize(dense, config(inputs=static))
     state = model.model.layers[0].mlp.down_proj.quantization
     assert state.status == "frozen"
     assert float(state.input_scale) > 0
 
 
-def test_blocks_are_found_and_run_as_the_model_runs_them(dense):
+def test_running_the_blocks_matches_the_model(dense):
     for model, name in ((dense, "model.layers"), (BertModel(BertConfig(**SMALL)), "encoder.layer")):
         assert list(find_blocks(model)) == [f"{name}.{i}" for i in range(2)]
     with evaluation_mode(dense):
@@ -352,7 +346,7 @@ def test_blocks_are_found_and_run_as_the_model_runs_them(dense):
 
 
 class Shifting(nn.Module):
-    """A model of which every other block gets more than the first, but only on long inputs."""
+    """A model that passes a shift to every other block, on long inputs only."""
 
     def __init__(self):
         super().__init__()
@@ -375,7 +369,7 @@ class ShiftingBlock(nn.Module):
         return self.layer(hidden_states if shift is None else hidden_states + shift)
 
 
-def test_the_model_is_run_whole_only_where_its_blocks_may_be_called_differently():
+def test_the_whole_model_runs_only_if_block_calls_may_differ():
     model = Shifting()
     lengths = [3, 3, 6, 3, 6, 4]
     batches = [torch.randn(2, length, 8) for length in lengths]
@@ -383,14 +377,14 @@ def test_the_model_is_run_whole_only_where_its_blocks_may_be_called_differently(
     model.head.register_forward_hook(lambda module, args, result: whole.append(result.shape[1]))
     with evaluation_mode(model):
         stack = record_calls(model, find_blocks(model), batches)
-        assert whole == [3, 6, 6, 4]  # those of 3 are alike, and those of 6 need every block
+        assert whole == [3, 6, 6, 4]  # calls differ between blocks for length 6 only
         for name in stack.blocks:
             stack.advance(name)
         for batch, hidden in zip(batches, stack.hidden, strict=True):
             assert same_results(model.head(hidden), model(batch))
 
 
-def test_a_model_in_training_comes_back_in_training():
+def test_training_mode_is_restored():
     model = llama(attention_dropout=0.5).train()
     model.lm_head.eval()
     quantize_model(model, config(), calibration=tokens())
@@ -398,22 +392,12 @@ def test_a_model_in_training_comes_back_in_training():
     assert not model.lm_head.training
 
 
-RUN = """
-import os, sys, torch
-from pathlib import Path
-from test_quantize_model import SMOOTHINGS, interrupted
-torch.set_num_threads(1)  # a process that has started none can be forked
-for name, smoothing in SMOOTHINGS.items():
-    if (child := os.fork()) == 0:
-        interrupted(Path(sys.argv[1]) / name, smoothing)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
 SMOOTHINGS = {"plain": None, "smooth": SmoothQuant()}
 LAST = 10  # in the middle of the second block
 
 
-def interrupted(folder, smoothing):
-    """Quantize, and be killed after some layers."""
+def quantize_until_killed(folder, smoothing):
+    """Quantize, and kill the process after some layers."""
 
     def progress(layer, done, total):
         if done == LAST:
@@ -423,10 +407,10 @@ def interrupted(folder, smoothing):
     quantize_model(llama(), config(), **options, progress=progress)
 
 
-def test_a_run_that_was_killed_goes_on_with_the_same_result(tmp_path, dense):
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-    command = [sys.executable, "-c", RUN, str(tmp_path)]
+def test_a_killed_run_resumes_with_the_same_result(tmp_path, dense):
+    script = Path(__file__).with_name("kill_quantization.py")
+    env = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    command = [sys.executable, str(script), str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(-signal.SIGKILL)] * 2, done.stderr
     for name, smoothing in SMOOTHINGS.items():
@@ -434,15 +418,17 @@ def test_a_run_that_was_killed_goes_on_with_the_same_result(tmp_path, dense):
         finished = json.loads((folder / STATE).read_text())["finished"]
         assert len([layer for layer in finished if layer.endswith("proj")]) == LAST
         times = {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != STATE}
-        whole, report = quantized(dense, config(), smoothing=smoothing)
-        again, resumed = quantized(dense, config(), smoothing=smoothing, folder=folder)
+        whole, report = quantize(dense, config(), smoothing=smoothing)
+        again, resumed = quantize(dense, config(), smoothing=smoothing, folder=folder)
         assert resumed.layers == report.layers
         for key, x in whole.state_dict().items():
             assert torch.equal(x, again.state_dict()[key]), key
-        assert all(path.stat().st_mtime_ns == time for path, time in times.items()), "done again"
+        assert all(path.stat().st_mtime_ns == time for path, time in times.items()), (
+            "a finished layer was computed again"
+        )
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path, dense):
+def test_a_work_folder_of_another_run_raises(tmp_path, dense):
     def start(**changes):
         usual = {"model": dense, "config": config(), "calibration": tokens()}
         options = {**usual, "folder": tmp_path / "work", **changes}
@@ -469,20 +455,20 @@ def test_a_folder_of_another_run_is_refused(tmp_path, dense):
         start()
 
 
-def test_bad_input_is_refused(dense):
+def test_invalid_input_raises(dense):
     with pytest.raises(ConfigError, match="calibration data is required"):
         quantize_model(copy.deepcopy(dense), config())
     with pytest.raises(ConfigError, match="shares its weight"):
-        quantized(llama(tie_word_embeddings=True), config(ignore=()))
+        quantize(llama(tie_word_embeddings=True), config(ignore=()))
     broken = copy.deepcopy(dense)
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.(up|down)_proj.*NaN"):
-        quantized(broken, config())
+        quantize(broken, config())
     with pytest.raises(ConfigError, match="no list of blocks of one class"):
         quantize_model(nn.Sequential(nn.Linear(16, 16)), config(), calibration=[torch.ones(1, 16)])
 
 
-def test_a_hessian_that_cannot_be_inverted_is_fallen_back_from():
+def test_a_singular_hessian_falls_back_to_rounding():
     model = llama()
     apply_quantization_config(model, config())
     layer = next(each for each in collect_layers(model).values() if each.args)
