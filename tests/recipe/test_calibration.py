@@ -122,13 +122,13 @@ def test_padding_of_rows_is_removed():
 
 
 def test_batches_are_used_until_there_are_enough_samples():
-    given = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
-    found, notes = batches(given)
-    assert found == given[:2]
+    originals = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
+    found, notes = batches(originals)
+    assert found == originals[:2]
     assert notes == []
     loader = DataLoader(torch.arange(40).view(10, 4), batch_size=2)
     assert len(batches(loader)[0]) == 2
-    assert batches(iter(given), samples=100)[1] == ["10 samples of calibration data, not 100"]
+    assert batches(iter(originals), samples=100)[1] == ["10 samples of calibration data, not 100"]
 
 
 def test_less_data_than_requested_is_noted():

@@ -218,13 +218,13 @@ def test_a_model_can_be_saved_dense(tmp_path):
 
 
 def test_a_compressed_folder_is_loaded_with_its_tokenizer(tmp_path):
-    made = tmp_path / "made"
+    folder = tmp_path / "made"
     first, _ = oneshot(
-        llama(), SparseGPT(0.5), TEXT, output_dir=made, calibration=FEW, tokenizer=tokenizer()
+        llama(), SparseGPT(0.5), TEXT, output_dir=folder, calibration=FEW, tokenizer=tokenizer()
     )
     (tmp_path / "text.txt").write_text("\n".join(TEXT))
     model, report = oneshot(
-        made,
+        folder,
         GPTQ(config_groups=GROUPS),
         tmp_path / "text.txt",
         output_dir=tmp_path / "again",
@@ -288,9 +288,9 @@ def test_columns_that_the_model_does_not_accept_are_dropped_and_noted():
 def test_a_model_compressed_in_memory_raises(tmp_path):
     oneshot(llama(), Quantize(config_groups=GROUPS), output_dir=tmp_path)
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, run_compressed=True)
-    for given in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+    for compressed in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
         with pytest.raises(ConfigError, match="q_proj: has no plain weight"):
-            oneshot(given, MagnitudePruning(0.5))
+            oneshot(compressed, MagnitudePruning(0.5))
 
 
 def test_estimated_bits_are_marked(tmp_path):
@@ -330,11 +330,11 @@ def test_a_killed_run_resumes_from_its_work_folder(tmp_path, monkeypatch):
     def kill(*_):
         raise KilledError
 
-    done = []
+    started = []
 
     def start(name):
-        done.append(name)
-        return None if len(done) < 2 else lambda report, n, of: n == 9 and kill()
+        started.append(name)
+        return None if len(started) < 2 else lambda report, n, of: n == 9 and kill()
 
     with pytest.raises(KilledError):
         apply_recipe(llama(), Recipe.of(recipe), batches(), work=tmp_path, start=start)
@@ -415,6 +415,6 @@ def test_missing_data_and_unsupported_models_raise(tmp_path):
 
 def test_plain_modules_are_pruned_without_transformers():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    made, report = oneshot(model, MagnitudePruning(0.5))
-    assert made is model
+    result, report = oneshot(model, MagnitudePruning(0.5))
+    assert result is model
     assert [layer.sparsity for layer in report.layers] == [0.5, 0.5]

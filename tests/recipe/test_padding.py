@@ -154,9 +154,9 @@ def test_all_arguments_of_padding_tokens_are_removed():
 
 def test_batches_without_padding_are_returned_unchanged():
     full = {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
-    given = [full, torch.ones(2, 3), [torch.ones(2, 3)], {"x": torch.ones(2)}]
-    found = remove_padding(nn.Linear(1, 1), given)
-    assert all(a is b for a, b in zip(found, given, strict=True))
+    originals = [full, torch.ones(2, 3), [torch.ones(2, 3)], {"x": torch.ones(2)}]
+    found = remove_padding(nn.Linear(1, 1), originals)
+    assert all(a is b for a, b in zip(found, originals, strict=True))
     decoding = [padded("right") | {"decoder_input_ids": torch.ones(3, 18)}]
     assert remove_padding(MODELS["t5"][0](), decoding)[0] is decoding[0]
 

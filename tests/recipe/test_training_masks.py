@@ -82,10 +82,10 @@ def test_masks_are_applied_with_every_optimizer(kind, accumulate, dtype):
     before = {name: w.detach().clone() for name, w in weights.items()}
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, 2)  # creates optimizer state of weights that are pruned below
-    with HeldMasks(weights, masks).during(optimizer) as held:
+    with HeldMasks(weights, masks).during(optimizer) as held_masks:
         for step in range(4):
             train(model, optimizer, 1, accumulate=accumulate, start=2 + step)
-            held.check()
+            held_masks.check()
             for name, w in weights.items():
                 assert same_bits(w.detach()[~masks[name]], torch.zeros_like(w[~masks[name]]))
     for name, w in weights.items():
@@ -101,13 +101,13 @@ def test_momentum_of_pruned_weights_is_zero():
     weights, masks = matrices(model), random_masks(matrices(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.99)
     train(model, optimizer, 5)
-    held = HeldMasks(weights, masks)
-    with held.during(optimizer):
+    held_masks = HeldMasks(weights, masks)
+    with held_masks.during(optimizer):
         train(model, optimizer, 1)
     for w in model.parameters():  # without masks, only momentum moves weights
         w.grad = torch.zeros_like(w)
     optimizer.step()
-    held.check()
+    held_masks.check()
 
 
 def test_pruned_weights_do_not_affect_gradient_clipping():
@@ -122,21 +122,21 @@ def test_pruned_weights_do_not_affect_gradient_clipping():
 
 def test_check_finds_changed_weights():
     model = net()
-    held = HeldMasks(matrices(model), random_masks(matrices(model)))
-    held.check()
+    held_masks = HeldMasks(matrices(model), random_masks(matrices(model)))
+    held_masks.check()
     with torch.no_grad():
         model[2].weight.fill_(1)
     with pytest.raises(MismatchError, match=r"2.weight: \d+ pruned weights are not zero"):
-        held.check()
+        held_masks.check()
 
 
 def test_frozen_weights_are_masked_too():
     model = net()
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with HeldMasks(matrices(model), random_masks(matrices(model))).during(optimizer) as held:
+    with HeldMasks(matrices(model), random_masks(matrices(model))).during(optimizer) as held_masks:
         train(model, optimizer, 2)
-        held.check()
+        held_masks.check()
 
 
 def test_zeros_of_a_sparse_model_are_preserved():
@@ -195,17 +195,17 @@ def test_gradual_pruning_reaches_its_sparsity_and_restores_nothing(ranking):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     masks = GradualMasks(weights, everything, schedule=schedule, ranking=ranking)
     with masks.during(optimizer):
-        gone = {name: torch.zeros_like(mask) for name, mask in everything.items()}
+        pruned = {name: torch.zeros_like(mask) for name, mask in everything.items()}
         for step in range(16):
             train(model, optimizer, 1, start=step)
             masks.check()
-            assert all((masks.masks[name] & gone[name]).sum() == 0 for name in gone)
-            gone = {name: ~mask for name, mask in masks.masks.items()}
-            total = sum(int(x.sum()) for x in gone.values())
+            assert all((masks.masks[name] & pruned[name]).sum() == 0 for name in pruned)
+            pruned = {name: ~mask for name, mask in masks.masks.items()}
+            total = sum(int(x.sum()) for x in pruned.values())
             if schedule.is_due(step + 1):
                 assert abs(total / (16 * 32 + 32 * 8) - schedule.at(step + 1)) < 0.004
     if ranking is EACH:
-        assert all(int(x.sum()) == round(0.8 * x.numel()) for x in gone.values())
+        assert all(int(x.sum()) == round(0.8 * x.numel()) for x in pruned.values())
 
 
 def test_initial_zeros_stay_pruned():
@@ -247,13 +247,15 @@ def test_gradual_pruning_ends_with_the_requested_structure(name):
 
 def test_structures_follow_the_inputs_of_transposed_layers():
     scores = torch.rand(8, 6, generator=torch.Generator().manual_seed(0))
-    lying = rank_per_layer(parse_structure("2:4"), {"x": Weight("weight", transposed=True)})
-    upright = rank_per_layer(parse_structure("2:4"), {"x": Weight("weight")})
-    mask = lying({"x": scores}, 0.5)["x"]
-    assert torch.equal(mask, upright({"x": scores.T.contiguous()}, 0.5)["x"].T)
+    rank_transposed = rank_per_layer(
+        parse_structure("2:4"), {"x": Weight("weight", transposed=True)}
+    )
+    rank_plain = rank_per_layer(parse_structure("2:4"), {"x": Weight("weight")})
+    mask = rank_transposed({"x": scores}, 0.5)["x"]
+    assert torch.equal(mask, rank_plain({"x": scores.T.contiguous()}, 0.5)["x"].T)
     stack = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(0))
     experts = rank_per_layer(parse_structure("2:4"), {"x": Weight("up")})({"x": stack}, 0.5)["x"]
-    assert torch.equal(experts[1], upright({"x": stack[1]}, 0.5)["x"])
+    assert torch.equal(experts[1], rank_plain({"x": stack[1]}, 0.5)["x"])
 
 
 def kept(scores, share):
@@ -358,13 +360,13 @@ def test_masks_resume_from_their_state(kind):
     masks = make_masks(model)
     with masks.during(optimizer):
         train(model, optimizer, 5)
-        held = make_masks(again)
-        held.load_state_dict(masks.state_dict())
+        held_masks = make_masks(again)
+        held_masks.load_state_dict(masks.state_dict())
         again.load_state_dict(model.state_dict())
         resumed = torch.optim.AdamW(again.parameters(), lr=0.01)
         resumed.load_state_dict(deepcopy(optimizer.state_dict()))
         train(model, optimizer, 6, start=5)
-    with held.during(resumed):
+    with held_masks.during(resumed):
         train(again, resumed, 6, start=5)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert same_bits(a.detach(), b.detach())

@@ -56,13 +56,13 @@ def reference_gptq(weight, hessian, scale, *, width, damping=0.01):
     damped = hessian.double().clone()
     damped.diagonal().add_(damping * damped.diagonal().mean())
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
-    left, done = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    remaining, result = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
     for j in range(weight.shape[1]):
         step = scale[:, j // width].double()
-        done[:, j] = (left[:, j] / step).clamp(-8, 7).round() * step
-        error = (left[:, j] - done[:, j]) / upper[j, j]
-        left[:, j:] -= error[:, None] * upper[j, j:]
-    return done
+        result[:, j] = (remaining[:, j] / step).clamp(-8, 7).round() * step
+        error = (remaining[:, j] - result[:, j]) / upper[j, j]
+        remaining[:, j:] -= error[:, None] * upper[j, j:]
+    return result
 
 
 def test_gptq_matches_the_published_algorithm():
@@ -77,9 +77,9 @@ def test_gptq_matches_the_published_algorithm():
 def test_output_error_is_below_rounding_to_nearest(kind, dtype):
     weight, hessian = random(ROWS, COLUMNS).to(dtype), make_hessian()
     args = QuantizationArgs(**KINDS[kind])
-    ours, nearest = gptq(weight, hessian, args), rtn(weight, args)
-    assert ours.weight.dtype == dtype
-    error = output_error(weight - ours.weight, hessian)
+    result, nearest = gptq(weight, hessian, args), rtn(weight, args)
+    assert result.weight.dtype == dtype
+    error = output_error(weight - result.weight, hessian)
     assert error < 0.8 * output_error(weight - nearest.weight, hessian)
 
 
@@ -87,8 +87,8 @@ def test_output_error_is_below_rounding_to_nearest(kind, dtype):
 def test_the_result_is_on_the_grid(kind):
     args = QuantizationArgs(**KINDS[kind])
     for dtype in (torch.float32, torch.bfloat16):
-        done = gptq(random(ROWS, COLUMNS).to(dtype), make_hessian(), args)
-        assert torch.equal(rtn(done.weight, args, params=done.params).weight, done.weight)
+        result = gptq(random(ROWS, COLUMNS).to(dtype), make_hessian(), args)
+        assert torch.equal(rtn(result.weight, args, params=result.params).weight, result.weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,21 +103,21 @@ def test_masked_weights_stay_zero(kind, pattern):
         mask = mask.view(ROWS, COLUMNS)
     args = QuantizationArgs(**KINDS[kind])
     pruned = weight * mask
-    done = gptq(pruned, hessian, args, mask=mask)
-    assert not done.weight[~mask].any()
-    codes = done.weight[~mask].view(torch.int32)
+    result = gptq(pruned, hessian, args, mask=mask)
+    assert not result.weight[~mask].any()
+    codes = result.weight[~mask].view(torch.int32)
     assert not codes.any(), "-0.0 would be another code"
     nearest = output_error(pruned - rtn(pruned, args).weight, hessian)
-    assert output_error(pruned - done.weight, hessian) < nearest
+    assert output_error(pruned - result.weight, hessian) < nearest
 
 
 def test_kept_weights_compensate_for_a_mask():
     weight, hessian = random(ROWS, COLUMNS), make_hessian()
     mask = weight.abs() > 0.5
     args = QuantizationArgs(num_bits=8, group_size=-1)
-    done = gptq(weight, hessian, args, mask=mask)
+    result = gptq(weight, hessian, args, mask=mask)
     plain = output_error(weight - weight * mask, hessian)
-    assert output_error(weight - done.weight, hessian) < 0.9 * plain
+    assert output_error(weight - result.weight, hessian) < 0.9 * plain
 
 
 def test_actorder_reduces_the_error():
@@ -125,15 +125,15 @@ def test_actorder_reduces_the_error():
     plain = gptq(weight, hessian, QuantizationArgs(num_bits=4, group_size=16))
     for order in ("weight", "group"):
         args = QuantizationArgs(num_bits=4, group_size=16, actorder=order)
-        done = gptq(weight, hessian, args)
-        better = output_error(weight - done.weight, hessian)
+        result = gptq(weight, hessian, args)
+        better = output_error(weight - result.weight, hessian)
         assert better < output_error(weight - plain.weight, hessian)
         if order == "weight":
-            assert done.params.g_idx is None
-            assert torch.equal(done.params.scale, plain.params.scale)
+            assert result.params.g_idx is None
+            assert torch.equal(result.params.scale, plain.params.scale)
         else:
             ranks = hessian.diagonal().argsort(descending=True).argsort()
-            assert torch.equal(done.params.g_idx, (ranks // 16).int())
+            assert torch.equal(result.params.g_idx, (ranks // 16).int())
 
 
 @pytest.mark.parametrize("order", [None, "group"])
@@ -174,8 +174,8 @@ def test_columns_of_zero_inputs_are_rounded_to_nearest_and_noted():
     weight, hessian, notes = random(ROWS, COLUMNS), make_hessian(), []
     hessian[5], hessian[:, 5] = 0, 0
     args = QuantizationArgs(num_bits=4, group_size=16)
-    done = gptq(weight, hessian, args, tell=notes.append)
-    assert torch.equal(done.weight[:, 5], rtn(weight, args).weight[:, 5])
+    result = gptq(weight, hessian, args, tell=notes.append)
+    assert torch.equal(result.weight[:, 5], rtn(weight, args).weight[:, 5])
     assert notes == ["1 of 64 inputs were always zero"]
 
 
@@ -183,8 +183,8 @@ def test_damping_of_a_singular_hessian_is_raised_and_noted():
     notes = []
     hessian = torch.ones(COLUMNS, COLUMNS)
     args = QuantizationArgs(num_bits=4, group_size=16)
-    done = gptq(random(ROWS, COLUMNS), hessian, args, damping=0.0, tell=notes.append)
-    assert torch.isfinite(done.weight).all()
+    result = gptq(random(ROWS, COLUMNS), hessian, args, damping=0.0, tell=notes.append)
+    assert torch.isfinite(result.weight).all()
     assert "damping raised to 0.0001" in notes[0]
 
 

@@ -241,8 +241,8 @@ def test_an_interrupted_run_resumes_after_the_last_finished_layer(tmp_path):
     class KilledError(Exception):
         pass
 
-    def kill(report, done, of):
-        if done == 9:
+    def kill(report, finished, of):
+        if finished == 9:
             raise KilledError
 
     with pytest.raises(KilledError):

@@ -68,8 +68,8 @@ def randomize_norms(model):
 
 def tokens(count=3, vocabulary=50):
     random = torch.Generator().manual_seed(3)
-    made = [torch.randint(0, vocabulary, (2, 20), generator=random) for _ in range(count)]
-    return [{"input_ids": x} for x in made]
+    batches = [torch.randint(0, vocabulary, (2, 20), generator=random) for _ in range(count)]
+    return [{"input_ids": x} for x in batches]
 
 
 def config(*, targets=("Linear",), ignore=("lm_head",), inputs=None, **args):
@@ -277,10 +277,14 @@ def test_an_expert_without_tokens_is_rounded_to_nearest_and_noted():
         assert any("of 4: no nonzero inputs" in note for note in layer.notes)
     nearest = copy.deepcopy(mixtral)
     quantize_model(nearest, cfg, method="rtn")
-    ours, theirs, name = model.state_dict(), nearest.state_dict(), "model.layers.0.mlp.experts"
+    quantized, rounded, name = (
+        model.state_dict(),
+        nearest.state_dict(),
+        "model.layers.0.mlp.experts",
+    )
     unseen = int(stacks[f"{name}.gate_up_proj"].notes[0].split()[1].strip(","))
     for part in ("gate_up_proj", "down_proj"):
-        pairs = zip(ours[f"{name}.{part}"], theirs[f"{name}.{part}"], strict=True)
+        pairs = zip(quantized[f"{name}.{part}"], rounded[f"{name}.{part}"], strict=True)
         same = [torch.equal(a, b) for a, b in pairs]
         assert same[unseen]
         assert not all(same)
@@ -299,10 +303,10 @@ def test_experts_are_rounded_individually(kind, symmetric):
     experts = nn.Module()
     experts.down = nn.Parameter(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
     layer = Layer("experts.down", experts, Weight("down"), args)
-    done, _ = quantize_layer(layer, RTN(), {})
+    result, _ = quantize_layer(layer, RTN(), {})
     expected = find_params(experts.down.data, args)
-    assert torch.equal(done.params.scale, expected.scale)
-    assert torch.equal(done.weight, fake_quantize(experts.down.data, expected, args))
+    assert torch.equal(result.params.scale, expected.scale)
+    assert torch.equal(result.weight, fake_quantize(experts.down.data, expected, args))
 
 
 @pytest.mark.parametrize("order", [None, "weight", "group"])
@@ -399,8 +403,8 @@ LAST = 10  # in the middle of the second block
 def quantize_until_killed(folder, smoothing):
     """Quantize, and kill the process after some layers."""
 
-    def progress(layer, done, total):
-        if done == LAST:
+    def progress(layer, finished, total):
+        if finished == LAST:
             os.kill(os.getpid(), signal.SIGKILL)
 
     options = {"calibration": tokens(), "smoothing": smoothing, "folder": folder}
@@ -411,8 +415,8 @@ def test_a_killed_run_resumes_with_the_same_result(tmp_path, dense):
     script = Path(__file__).with_name("kill_quantization.py")
     env = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
     command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(-signal.SIGKILL)] * 2, done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert process.stdout.split() == [str(-signal.SIGKILL)] * 2, process.stderr
     for name, smoothing in SMOOTHINGS.items():
         folder = tmp_path / name
         finished = json.loads((folder / STATE).read_text())["finished"]

@@ -124,7 +124,7 @@ class InputRecorder(TorchFunctionMode):
         return list({id(inputs): inputs for inputs in self._inputs.values()}.values())
 
     def end_batch(self) -> None:
-        """Drop references to the tensors of a batch; the first one defines who shares inputs."""
+        """Drop references to the tensors of a batch; sharing is detected in the first one."""
         self._tensors.clear()
         self._norm_outputs.clear()
         self._is_first_batch = False

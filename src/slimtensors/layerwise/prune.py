@@ -55,7 +55,7 @@ class PruningMethod(Protocol):
         ...
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
+        self, weight: Tensor, hessian: Tensor | None, target: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
         """Return the pruned weight."""
         ...
@@ -70,10 +70,12 @@ class Magnitude:
     """Set to True to report output errors; pruning itself does not use inputs."""
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
+        self, weight: Tensor, hessian: Tensor | None, target: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
         """Prune by absolute value."""
-        return _set_zeros(weight, want.structure.zeros(weight.abs().float(), want.share), want)
+        return _set_zeros(
+            weight, target.structure.zeros(weight.abs().float(), target.share), target
+        )
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,14 @@ class Wanda:
     needs_inputs: ClassVar[bool] = True
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
+        self, weight: Tensor, hessian: Tensor | None, target: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
         """Prune by absolute value times the norm of the input."""
         assert hessian is not None, "Wanda needs inputs"
         scores = weight.abs().float() * hessian.diagonal().sqrt()
-        return _set_zeros(weight, want.structure.zeros(scores, want.share, per_row=True), want)
+        return _set_zeros(
+            weight, target.structure.zeros(scores, target.share, per_row=True), target
+        )
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,19 @@ class SparseGPT:
     damping: float = 0.01
 
     def prune(
-        self, weight: Tensor, hessian: Tensor | None, want: PruningTarget, *, tell: NoteCallback
+        self, weight: Tensor, hessian: Tensor | None, target: PruningTarget, *, tell: NoteCallback
     ) -> Tensor:
         """Prune so that the outputs change least."""
         assert hessian is not None, "SparseGPT needs inputs"
         return sparsegpt(
             weight,
             hessian,
-            want.share,
-            structure=want.structure,
-            held=want.held,
+            target.share,
+            structure=target.structure,
+            held=target.held,
             block_size=self.block_size,
             damping=self.damping,
-            round_column=want.round,
+            round_column=target.round,
             tell=tell,
         )
 
@@ -206,8 +210,8 @@ def prune_layer(
                 raise ConfigError("NaN or infinity in the weight")
             zeros = weight == 0
             round_column = _make_rounding(layer, i)
-            want = PruningTarget(share, structure, zeros if zeros.any() else None, round_column)
-            outcomes.append(_prune_matrix(weight, method, hessians.get((layer.name, i)), want))
+            target = PruningTarget(share, structure, zeros if zeros.any() else None, round_column)
+            outcomes.append(_prune_matrix(weight, method, hessians.get((layer.name, i)), target))
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
     pruned = [weight for weight, _ in outcomes]
@@ -217,20 +221,20 @@ def prune_layer(
 
 
 def _prune_matrix(
-    weight: Tensor, method: PruningMethod, inputs: Hessian | None, want: PruningTarget
+    weight: Tensor, method: PruningMethod, inputs: Hessian | None, target: PruningTarget
 ) -> tuple[Tensor, MatrixReport]:
     notes: list[str] = []
-    baseline = Magnitude().prune(weight, None, want, tell=notes.append)
+    baseline = Magnitude().prune(weight, None, target, tell=notes.append)
     if inputs is None or not inputs.largest.any():
         if method.name != Magnitude.name:
             notes.append("no nonzero inputs: pruned by magnitude")
         return baseline, MatrixReport(Magnitude.name, notes=notes)
     hessian, used = inputs.mean(), method.name
     try:
-        pruned = method.prune(weight, hessian, want, tell=notes.append)
+        pruned = method.prune(weight, hessian, target, tell=notes.append)
     except SingularError as error:
         notes.append(f"{error}: pruned by wanda")
-        pruned, used = Wanda().prune(weight, hessian, want, tell=notes.append), Wanda.name
+        pruned, used = Wanda().prune(weight, hessian, target, tell=notes.append), Wanda.name
     return pruned, MatrixReport(
         used,
         inputs.tokens,
@@ -240,8 +244,8 @@ def _prune_matrix(
     )
 
 
-def _set_zeros(weight: Tensor, zeros: Tensor, want: PruningTarget) -> Tensor:
-    return weight.masked_fill(zeros if want.held is None else zeros | want.held, 0.0)
+def _set_zeros(weight: Tensor, zeros: Tensor, target: PruningTarget) -> Tensor:
+    return weight.masked_fill(zeros if target.held is None else zeros | target.held, 0.0)
 
 
 def _make_rounding(layer: Layer, i: int) -> RoundColumn | None:

@@ -32,7 +32,7 @@ class LayerReport:
     tokens: int = 0
     seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = ()
-    """Deviations from the request, with what was done instead."""
+    """Deviations from the request, and fallbacks that were used."""
 
     def to_json(self) -> Json:
         """Return the JSON form."""

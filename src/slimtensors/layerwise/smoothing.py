@@ -107,8 +107,10 @@ def smooth_block(
             each.hessian.divide(scale)
             changed |= {names[id(p)]: p.data for p in _parameters(norm, readers)}
         else:
-            known = ", ".join(name for name, _ in each.readers)
-            notes.append(f"{each.source}: not smoothed, because more than {known} reads it")
+            reader_names = ", ".join(name for name, _ in each.readers)
+            notes.append(
+                f"{each.source}: not smoothed, because not only {reader_names} depend on it"
+            )
     return changed, notes
 
 

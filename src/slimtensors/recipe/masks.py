@@ -114,7 +114,7 @@ class HeldMasks:
                 raise MismatchError(f"{name}: {nonzero} pruned weights are not zero")
 
     def learn(self, name: str, gradient: Tensor) -> None:
-        """Process a gradient before it is masked; does nothing here."""
+        """Process a gradient before it is masked; a no-op for constant masks."""
 
     def advance(self) -> bool:
         """Advance by one optimizer step; return True if masks have changed."""

@@ -156,7 +156,7 @@ class _Quantization:
         _set(self, targets=_check_names(self.targets), ignore=_check_names(self.ignore))
         if isinstance(self.kv_cache_scheme, Mapping):
             _set(self, kv_cache_scheme=QuantizationArgs.from_dict(self.kv_cache_scheme))
-        if isinstance(self.scheme, Mapping):  # llm-compressor accepts targets by scheme name here
+        if isinstance(self.scheme, Mapping):  # as in llm-compressor: targets by scheme name
             _set(self, config_groups={**self.config_groups, **self.scheme}, scheme=None)
         if (self.scheme is None) == (not self.config_groups):
             raise ConfigError("either scheme (like W4A16) or config_groups is required")

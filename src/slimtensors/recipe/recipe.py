@@ -137,25 +137,25 @@ class Recipe:
             raise ConfigError("a recipe needs at least one stage, and unique stage names")
 
     @classmethod
-    def of(cls, given: Any) -> "Recipe":
+    def of(cls, source: Any) -> "Recipe":
         """Return a recipe from modifiers, stages, YAML, or the path of a YAML file."""
-        match given:
+        match source:
             case Recipe():
-                return given
+                return source
             case Stage():
-                return cls((given,))
+                return cls((source,))
             case Path():
-                return cls.load(given)
+                return cls.load(source)
             case str():
-                is_path = "\n" not in given and given.endswith((".yaml", ".yml"))
-                return cls.load(given) if is_path else cls.from_yaml(given)
+                is_path = "\n" not in source and source.endswith((".yaml", ".yml"))
+                return cls.load(source) if is_path else cls.from_yaml(source)
             case Mapping():
-                return cls.from_dict(given)
-            case Sequence() if given and all(isinstance(each, Stage) for each in given):
-                return cls(tuple(given))
+                return cls.from_dict(source)
+            case Sequence() if source and all(isinstance(each, Stage) for each in source):
+                return cls(tuple(source))
             case Sequence():
-                return cls((Stage(tuple(given)),))
-        return cls((Stage((given,)),))
+                return cls((Stage(tuple(source)),))
+        return cls((Stage((source,)),))
 
     @classmethod
     def load(cls, path: StrPath) -> "Recipe":
@@ -241,11 +241,11 @@ def _parse_group(name: str, group: Any) -> Iterator[Modifier]:
             yield _make_modifier(str(key), values)
 
 
-def _make_modifier(name: str, given: Mapping[str, Any] | None) -> Any:
+def _make_modifier(name: str, data: Mapping[str, Any] | None) -> Any:
     """Return a modifier from its name and fields, which may be those of other libraries."""
     classes = _find_classes(name)
     accepted = set().union(*(_field_names(cls) | {*_field_aliases(cls)} for cls in classes))
-    values = dict(given or {})
+    values = dict(data or {})
     for key, fixed in _FIXED_FIELDS.items():
         if key in accepted or key not in values:
             continue
