@@ -27,7 +27,7 @@ from scipy import sparse
 import slimtensors
 from slimtensors.codecs import Bitmask, Density, Gaps, Huffman
 from slimtensors.codecs.plan import Plan, chain, decode, encode
-from slimtensors.codecs.presets import lossless_max, mask_plan
+from slimtensors.codecs.presets import choose_mask_plan, lossless_max
 from slimtensors.codecs.statistics import count_zeros
 
 LAYER = {
@@ -152,7 +152,7 @@ def ours(encoder, path, effort):
         if x.dim() == 1:
             return Plan(Huffman())
         zeros = count_zeros(x)
-        how = mask_plan(zeros.items - zeros.zero, zeros.items, effort)
+        how = choose_mask_plan(zeros.items - zeros.zero, zeros.items, effort)
         values = Plan(Huffman())
         return Plan(Bitmask(), {"mask": how, "values": values} if how else {"values": values})
 

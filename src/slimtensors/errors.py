@@ -1,20 +1,20 @@
-"""Every error this library raises on purpose.
+"""The error tree.
 
-They derive from each other, and from the builtin that a stranger would expect::
+Every deliberate error derives from `SlimError` and from the closest builtin::
 
     SlimError
-    ├── FormatError                  a file breaks the format
-    │   ├── CorruptFileError         it is damaged: truncated, out of bounds, wrong checksum
-    │   ├── UnsupportedVersionError  a newer library wrote it
-    │   └── UnknownCodecError        it names a codec that nobody registered
-    ├── ConfigError                  a bad option or an unknown name
-    │   └── SingularError            data that says too little about the weights it flows into
-    ├── MismatchError                two things that should fit do not
-    ├── StatusError                  a step was taken before the one it needs
-    ├── InUseError                   another process is writing there
-    ├── RankError                    another process of the same run failed, or this one was stopped
-    ├── UnsupportedTensorError       a tensor that cannot be stored
-    ├── UnsupportedOperationError    an operation that compressed tensors do not have
+    ├── FormatError                  the file does not follow the format
+    │   ├── CorruptFileError         truncated, out of bounds, wrong checksum
+    │   ├── UnsupportedVersionError  written by a newer version
+    │   └── UnknownCodecError        the codec is not registered
+    ├── ConfigError                  invalid option or unknown name
+    │   └── SingularError            the calibration data is rank-deficient
+    ├── MismatchError                wrong base for a delta, state dict does not fit the model
+    ├── StatusError                  steps called in the wrong order
+    ├── InUseError                   another process is writing to the same folder
+    ├── RankError                    another rank failed, or this one was stopped
+    ├── UnsupportedTensorError       the tensor cannot be stored
+    ├── UnsupportedOperationError    the operation is not implemented for compressed tensors
     └── MissingDependencyError       an optional package is not installed
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 
 
 class SlimError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all deliberate errors."""
 
 
 class FormatError(SlimError, ValueError):
@@ -31,51 +31,51 @@ class FormatError(SlimError, ValueError):
 
 
 class CorruptFileError(FormatError):
-    """The file is damaged."""
+    """The file is damaged: truncated, out of bounds, wrong checksum."""
 
 
 class UnsupportedVersionError(FormatError):
-    """The file was written by a newer library."""
+    """The file was written by a newer version."""
 
 
 class UnknownCodecError(FormatError):
-    """The file, or the caller, names a codec that is not registered."""
+    """The codec is not registered."""
 
 
 class ConfigError(SlimError, ValueError):
-    """An option has a bad value or does not exist."""
+    """An option is invalid or does not exist."""
 
 
 class SingularError(ConfigError):
-    """What flowed into a layer does not tell its weights apart."""
+    """The calibration inputs of a layer are rank-deficient."""
 
 
 class MismatchError(SlimError, ValueError):
-    """Two things that should fit do not."""
+    """Two inputs do not match: wrong base for a delta, or a state dict of another model."""
 
 
 class StatusError(SlimError, RuntimeError):
-    """A step was taken before the one it needs."""
+    """Steps were called in the wrong order."""
 
 
 class InUseError(SlimError, RuntimeError):
-    """Another process is writing to the same place."""
+    """Another process is writing to the same folder."""
 
 
 class RankError(SlimError, RuntimeError):
-    """Another process of the same run failed, or this one was told to stop."""
+    """Another rank of the same run failed, or this one was stopped."""
 
 
 class UnsupportedTensorError(SlimError, TypeError):
-    """A tensor of this kind cannot be stored."""
+    """The tensor cannot be stored."""
 
 
 class UnsupportedOperationError(SlimError, NotImplementedError):
-    """A compressed tensor cannot do this; a dense one can."""
+    """The operation is implemented for dense tensors only."""
 
 
 class MissingDependencyError(SlimError, ImportError):
-    """An optional dependency is needed for this operation."""
+    """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class MissingDependencyError(SlimError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which of `known` was probably meant by `name`, as the end of an error message."""
+    """Return the end of an error message: the name closest to `name`, or all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Thread pools: run independent pieces of work, in order and with bounded memory."""
+"""Thread pools: run independent pieces of work in parallel, with bounded memory."""
 
 import os
 from collections import deque
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Each(Protocol):
-    """Run `work(0)` … `work(count - 1)`, in any order or at once, and return the results in order.
+    """Run `work(0)` … `work(count - 1)`, possibly in parallel, and return the results in order.
 
-    Code that can be divided takes one of these, so that only the archive knows about threads.
+    Codecs take one of these as an argument, so that only the archive manages threads.
     """
 
     def __call__(self, work: Callable[[int], T], count: int, /) -> list[T]: ...  # noqa: D102
@@ -31,11 +31,11 @@ Item = TypeVar("Item")
 _SMALL = 256 << 10
 """Bytes below which handing work to a thread costs more than doing it."""
 _IN_FLIGHT = 64 << 20
-"""Bytes of tensors that may be under way at once; one may always be."""
+"""Bytes of tensors in flight at once; one tensor is always allowed."""
 
 
 class Workers:
-    """A few threads that share the work on tensors, and on the chunks of large ones."""
+    """A thread pool for tensors and for the chunks of large tensors."""
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
@@ -44,40 +44,40 @@ class Workers:
         self._pool = ThreadPoolExecutor(self._count, "slimtensors") if self._count > 1 else None
 
     def each(self, work: Callable[[int], T], count: int, /) -> list[T]:
-        """Run `work(0)` … `work(count - 1)` here and on idle threads.
+        """Run `work(0)` … `work(count - 1)` on this thread and on idle ones.
 
-        The caller works too and waits only for helpers that have begun, so that calls may nest.
-        After a failure nobody begins another piece.
+        The calling thread takes part and waits only for helpers that have started, so that calls
+        may nest. After a failure no thread starts another piece.
         """
         if self._pool is None or count < 2:
             return serially(work, count)
         results: dict[int, T] = {}
-        numbers = iter(range(count))
+        pending = iter(range(count))
 
-        def help_out() -> None:
+        def run_pending() -> None:
             try:
-                for i in numbers:
+                for i in pending:
                     results[i] = work(i)
             except BaseException:
-                deque(numbers, maxlen=0)  # leave nothing to the others
+                deque(pending, maxlen=0)  # other threads stop after their current piece
                 raise
 
-        helpers = [self._pool.submit(help_out) for _ in range(min(self._count, count) - 1)]
+        helpers = [self._pool.submit(run_pending) for _ in range(min(self._count, count) - 1)]
         try:
-            help_out()
+            run_pending()
         finally:
-            begun = [helper for helper in helpers if not helper.cancel()]
-            wait(begun)
-        for helper in begun:
+            started = [helper for helper in helpers if not helper.cancel()]
+            wait(started)
+        for helper in started:
             helper.result()
         return [results[i] for i in range(count)]
 
     def in_order(
         self, work: Callable[[Item], T], items: Iterable[Item], size: Callable[[Item], int]
     ) -> Iterator[T]:
-        """Yield `work(item)` for each item, in order, while the next ones are under way.
+        """Yield `work(item)` for each item, in order, while the next ones are in flight.
 
-        `size` tells how many bytes an item takes; that bounds how many are under way at once.
+        `size` returns the bytes of an item, which bounds how many are in flight.
         """
         if self._pool is None:
             yield from map(work, items)
@@ -85,10 +85,10 @@ class Workers:
         queue: deque[tuple[Future[T] | Item, int]] = deque()
         total = 0
 
-        def take() -> T:  # a function, so that nothing here holds the result while others work
+        def take() -> T:  # a function, so that no local variable keeps the result alive
             nonlocal total
-            job, freed = queue.popleft()
-            total -= freed
+            job, cost = queue.popleft()
+            total -= cost
             return job.result() if isinstance(job, Future) else work(job)
 
         try:
@@ -119,9 +119,19 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+def split_chunks(chunks: int, size: int) -> list[slice]:
+    """Divide chunks into groups of `size`; the last group may be smaller."""
+    return [slice(i, min(i + size, chunks)) for i in range(0, chunks, size)]
+
+
+def scale_slice(chunks: slice, size: int) -> slice:
+    """Return the byte range of chunks with `size` bytes each."""
+    return slice(chunks.start * size, chunks.stop * size)
+
+
 def _cores() -> int:
-    """Return how many threads this process may keep busy; torchrun tells how many share them."""
+    """Return the number of cores for this process, divided by the processes of torchrun."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    sharing = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(cores // int(sharing), 1) if sharing.isdigit() and int(sharing) else cores
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(cores // int(processes), 1) if processes.isdigit() and int(processes) else cores

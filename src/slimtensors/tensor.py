@@ -1,9 +1,10 @@
-"""Tensors without files: specs, dtype names, byte views, bitwise comparison, allocation."""
+"""Tensor basics: specs, dtype names, byte views, bitwise comparison, zeros, allocation."""
 
 import math
 import mmap
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from slimtensors.errors import FormatError, UnsupportedTensorError
 Json = dict[str, Any]
 
 Parts = dict[str, Tensor]
-"""Named plain tensors: all that a codec may emit."""
+"""Named plain tensors, the output of a codec."""
 
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (*range(1, 9), 16, 32, 64)}
 _FLOATS = {"float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"}
@@ -36,14 +37,13 @@ DTYPES: dict[str, torch.dtype] = {
     for name in sorted(_INTEGERS | _FLOATS | _SMALL | _BITS)
     if hasattr(torch, name)  # older torch releases lack some of the small ones
 }
-"""Every dtype that can be stored, by the name torch gives it."""
+"""Every dtype that can be stored, by its name in torch."""
 
 QUANTIZED_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
-"""The quantized dtypes of torch that can be stored, and those of their integers."""
+"""The torch quantized dtypes that can be stored, with the dtypes of their integers."""
 
-_NAMED = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED_DTYPES}
-_NAMES = {dtype: name for name, dtype in _NAMED.items()}
-
+_BY_NAME = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED_DTYPES}
+_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 
 KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """The float dtypes that the C++ kernels read and write."""
@@ -63,7 +63,7 @@ class Spec:
 
     @classmethod
     def of(cls, x: Tensor) -> "Spec":
-        """Describe `x`."""
+        """Return the spec of `x`."""
         return cls(x.dtype, tuple(x.shape))
 
     @property
@@ -73,7 +73,7 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plain tensor."""
+        """Number of bytes of the plain tensor."""
         return self.numel * self.dtype.itemsize
 
     def to_json(self) -> Json:
@@ -82,30 +82,30 @@ class Spec:
 
     @classmethod
     def from_json(cls, data: Json) -> "Spec":
-        """Parse the JSON form; raise `FormatError` when it is not one."""
+        """Parse the JSON form; raise `FormatError` if it is malformed."""
         try:
-            dtype = _NAMED[data["dtype"]]
+            dtype = _BY_NAME[data["dtype"]]
         except (KeyError, TypeError):
             raise FormatError(f"unknown dtype {str(data.get('dtype'))[:80]!r}") from None
         return cls(dtype, parse_shape(data.get("shape")))
 
 
 def parse_shape(data: object) -> tuple[int, ...]:
-    """Check that `data` is a list of sizes that torch can hold, and return it as a tuple."""
+    """Return `data` as a shape; raise `FormatError` unless it is a list of valid sizes."""
     if not isinstance(data, list) or len(data) > 64:
-        raise FormatError(f"not a shape: {str(data)[:80]}")
+        raise FormatError(f"invalid shape: {str(data)[:80]}")
     items = 1
     for n in data:
         if type(n) is not int or n < 0:  # not isinstance: True is an int
-            raise FormatError(f"not a shape: {str(data)[:80]}")
+            raise FormatError(f"invalid shape: {str(data)[:80]}")
         items *= n or 1
-    if items >= 1 << 58:  # in bytes, what a signed 64-bit number can still say
-        raise FormatError(f"a shape past all memory: {str(data)[:80]}")
+    if items >= 1 << 58:  # the size in bytes must fit into a signed 64-bit integer
+        raise FormatError(f"shape too large: {str(data)[:80]}")
     return tuple(data)
 
 
 def is_valid_text(text: str) -> bool:
-    """Tell whether a string has only whole characters: JSON can say half ones, files cannot."""
+    """Return True if the string can be encoded as UTF-8: JSON allows lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -114,12 +114,12 @@ def is_valid_text(text: str) -> bool:
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return the dtype that files call `name`; raise `KeyError` if there is none."""
-    return _NAMED[name]
+    """Return the dtype with this name in files; raise `KeyError` if there is none."""
+    return _BY_NAME[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that files use for `dtype`."""
+    """Return the name of `dtype` in files."""
     return _NAMES[dtype]
 
 
@@ -137,27 +137,29 @@ def as_bytes(x: Tensor) -> Tensor:
     if not x.is_contiguous():
         # Copy as words: some dtypes can be viewed, but have no copy kernel.
         x = x.view(_WORDS[x.element_size()]).contiguous()
-    if x.dim() != 1 or x.stride(0) != 1:  # which it need not be with no or one item
+    if x.dim() != 1 or x.stride(0) != 1:  # any stride is contiguous with fewer than two items
         x = x.as_strided((x.numel(),), (1,))
     return x if x.dtype is torch.uint8 else x.view(torch.uint8)
 
 
 _COMPARED = 1 << 18
-"""Bytes that are compared at once."""
+"""Bytes per comparison."""
 
 
 def bitwise_equal(x: Tensor, y: Tensor) -> bool:
-    """Tell whether two tensors in main memory, of the same dtype and shape, are the same bits.
-
-    By numpy and in pieces: torch would wake threads of its own for what the first items tell.
-    """
+    """Return True if two tensors have the same dtype, shape and bits."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if x.device.type != "cpu" or y.device.type != "cpu":
+        return torch.equal(as_bytes(x), as_bytes(y))
+    # numpy, in pieces: torch starts threads even if the first items already differ.
     a, b = as_bytes(x).numpy(), as_bytes(y).numpy()
     pieces = (slice(i, i + _COMPARED) for i in range(0, a.size, _COMPARED))
     return all(np.array_equal(a[piece], b[piece]) for piece in pieces)
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy all items, cast if the dtypes differ."""
+    """Copy all items; cast if the dtypes differ."""
     if target.dtype == source.dtype:  # as words: some dtypes have no copy kernel
         words = _WORDS[source.element_size()]
         target, source = target.view(words), source.view(words)
@@ -165,16 +167,16 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def _allocate_plain(spec: Spec) -> Tensor:
-    """Return a tensor of this kind with any content."""
-    if spec.dtype is torch.complex32:  # torch warns whoever asks for one
+    """Return an uninitialized tensor."""
+    if spec.dtype is torch.complex32:  # torch.empty would warn
         return torch.empty(spec.shape, dtype=torch.int32).view(torch.complex32)
     return torch.empty(spec.shape, dtype=spec.dtype)
 
 
 def view_as(raw: memoryview, spec: Spec) -> Tensor:
-    """View as many bytes as `spec` needs as a tensor. Copies only if they are not aligned."""
+    """View bytes as the tensor that `spec` describes. Copies only if they are not aligned."""
     if spec.dtype in QUANTIZED_DTYPES:
-        raise FormatError(f"bytes alone do not make a tensor of {spec.dtype}")
+        raise FormatError(f"a tensor of {spec.dtype} cannot be read from plain bytes")
     if not raw:
         return _allocate_plain(spec)
     x = torch.frombuffer(raw, dtype=spec.dtype)
@@ -184,26 +186,28 @@ def view_as(raw: memoryview, spec: Spec) -> Tensor:
 
 
 def check_storable(name: str, x: object) -> Tensor:
-    """Return `x` as a plain tensor, or raise an error that names it."""
+    """Return `x` if it is a tensor that can be stored; raise `UnsupportedTensorError` if not."""
     if not isinstance(x, Tensor):
-        raise UnsupportedTensorError(f"{name}: a {type(x).__name__} is not a tensor")
+        raise UnsupportedTensorError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.is_nested:
-        raise UnsupportedTensorError(f"{name}: is a nested tensor; store its parts")
+        raise UnsupportedTensorError(f"{name}: nested tensors cannot be stored; store their parts")
     if x.layout is not torch.strided:
-        raise UnsupportedTensorError(f"{name}: has layout {x.layout}; store x.to_dense()")
+        raise UnsupportedTensorError(
+            f"{name}: layout {x.layout} cannot be stored; store x.to_dense()"
+        )
     if x.dtype not in _NAMES:
         raise UnsupportedTensorError(f"{name}: tensors of {x.dtype} cannot be stored")
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.is_meta:
-        raise UnsupportedTensorError(f"{name}: is on the meta device and has no data")
+        raise UnsupportedTensorError(f"{name}: tensor is on the meta device and has no data")
     if _extent(x) > x.untyped_storage().nbytes():
-        raise UnsupportedTensorError(f"{name}: its memory has been freed, or some of it")
+        raise UnsupportedTensorError(f"{name}: the tensor's memory has been freed")
     return x
 
 
 def _extent(x: Tensor) -> int:
-    """Return how many bytes of its storage a tensor reaches."""
+    """Return the number of bytes from the start of the storage to the last item."""
     if x.is_contiguous():
         return int(x.storage_offset() + x.numel()) * x.element_size() if x.numel() else 0
     last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
@@ -211,41 +215,50 @@ def _extent(x: Tensor) -> int:
 
 
 def to_cpu(x: Tensor) -> Tensor:
-    """Return the plain data of `x` in main memory: no gradient, no lazy conjugate or negative."""
+    """Return `x` in main memory, detached, with lazy conjugation and negation resolved."""
     x = x.detach()
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.cpu()
 
 
-_HUGE = 2 << 20
+_HUGE_PAGE = 2 << 20
 _SLOW = 0.001
-"""Seconds to get the first huge page from which on small ones are faster. Clearing one takes a
+"""Seconds for the first huge page above which small pages are faster. Clearing a page takes a
 fifth of that, but a virtual machine may have to get the memory back from its host first."""
-_WORTHWHILE = 2 * _HUGE
-"""Smaller results come from torch's allocator, which reuses pages it already has."""
+_MIN_HUGE = 2 * _HUGE_PAGE
+"""Smaller results use torch's allocator, which reuses pages it already has."""
 
-
-_kept = threading.local()
+_local = threading.local()
 
 
 def scratch(nbytes: int) -> Tensor:
-    """Return memory that the next call on the same thread may return again."""
-    room: Tensor | None = getattr(_kept, "room", None)
-    if room is None or room.nbytes < nbytes:
-        room = _kept.room = allocate(Spec(torch.uint8, (nbytes,)))
-    return room
+    """Return a buffer that the next call on the same thread may return again."""
+    buffer: Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        buffer = _local.buffer = allocate(Spec(torch.uint8, (nbytes,)))
+    return buffer
+
+
+def empty_bytes(count: int) -> Tensor:
+    """Return an uninitialized buffer of `count` bytes."""
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def concatenate(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenate flat tensors without starting torch's threads."""
+    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
 
 
 def allocate(like: Spec) -> Tensor:
-    """Allocate a tensor, on huge pages where it is large and the system has them."""
-    if like.nbytes < _WORTHWHILE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    """Return an uninitialized tensor, on huge pages if it is large and the system has them."""
+    if like.nbytes < _MIN_HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _allocate_plain(like)
-    # Private, because the module's default is shared memory, which gets no huge pages.
-    pages = mmap.mmap(-1, like.nbytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Private: the default is shared memory, which gets no huge pages.
+    pages = mmap.mmap(-1, like.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
-    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE
-    # The tensor keeps `pages` alive; what lies before and after it is never touched.
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    # The tensor keeps `pages` alive; the memory before and after it is never touched.
     raw = torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=like.nbytes)
     begin = time.perf_counter()
     raw[0] = 0
@@ -254,19 +267,52 @@ def allocate(like: Spec) -> Tensor:
     return raw.view(like.dtype).view(like.shape)
 
 
+_SIGNED_ZERO_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+"""The dtypes in which the sign bit alone means -0.0; in others it means a number or NaN."""
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Number of zeros in a tensor."""
+
+    items: int
+    zero: int
+    """Items whose bits are all zero."""
+    negative: int
+    """Floats equal to -0.0: zero in arithmetic, but not to a lossless codec."""
+
+
+def count_zeros(x: Tensor) -> Zeros:
+    """Count the zeros of a tensor in main memory."""
+    zero, negative = _core.count_zeros(as_bytes(x), x.element_size())
+    return Zeros(x.numel(), zero, negative if has_signed_zero(x.dtype) else 0)
+
+
+def has_signed_zero(dtype: torch.dtype) -> bool:
+    """Return True if the sign bit alone means -0.0."""
+    return dtype in _SIGNED_ZERO_DTYPES
+
+
 def norm(x: Tensor) -> float:
-    """Return the Euclidean norm of a tensor of floats."""
+    """Return the Euclidean norm of a float tensor."""
     if x.dtype not in KERNEL_FLOATS:
         return float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return math.sqrt(_core.sum_of_squares(as_bytes(x), dtype_name(x.dtype)))
 
 
-def relative_distance(found: Tensor, given: Tensor) -> float:
-    """Return the RMS of the difference of two tensors, relative to the RMS of the second."""
-    whole = norm(given)
-    if not whole:
+def relative_distance(x: Tensor, reference: Tensor) -> float:
+    """Return the RMS of `x - reference`, relative to the RMS of `reference`."""
+    size = norm(reference)
+    if not size:
         return 0.0
-    if found.dtype != given.dtype or given.dtype not in KERNEL_FLOATS:
-        return norm(found.double() - given.double()) / whole
-    kind = dtype_name(given.dtype)
-    return math.sqrt(_core.squared_distance(as_bytes(found), as_bytes(given), kind)) / whole
+    if x.dtype != reference.dtype or reference.dtype not in KERNEL_FLOATS:
+        return norm(x.double() - reference.double()) / size
+    dtype = dtype_name(reference.dtype)
+    return math.sqrt(_core.squared_distance(as_bytes(x), as_bytes(reference), dtype)) / size

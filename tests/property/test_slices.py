@@ -10,7 +10,7 @@ from strategies import bits
 
 from slimtensors.codecs import Bins, Bitmask, Bitmask24, Density, Gaps, Huffman, Int
 from slimtensors.codecs.plan import Plan, chain, encode
-from slimtensors.codecs.statistics import sparsity_of, sparsity_of_rows, stacked
+from slimtensors.codecs.statistics import merge_rows, sparsity_of, sparsity_of_rows
 from slimtensors.folder.processes import File, divide
 from slimtensors.folder.weights import joined, row_step
 from slimtensors.parallel import serially
@@ -81,7 +81,7 @@ def test_two_of_four_in_pieces_is_two_of_four(rows, cut, dtype):
 def test_rows_measured_one_by_one_are_as_sparse_as_all(seed, density, cut):
     x = bits(seed, 40 * 32, torch.float32, density).view(40, 32)
     x[: cut // 2] = 0
-    assert stacked(map(sparsity_of_rows, (x[:cut], x[cut:]))) == sparsity_of(x)
+    assert merge_rows(map(sparsity_of_rows, (x[:cut], x[cut:]))) == sparsity_of(x)
 
 
 @pytest.mark.parametrize("shape", [(9, 4096), (7, 64, 3), (5, 1), (3, 0), (40, 3 << 20)])

@@ -270,9 +270,9 @@ def test_large_tensors_survive_on_several_threads(dtype, kind):
         with ThreadPoolExecutor(3) as pool:
             return list(pool.map(work, range(count)))
 
-    parts = Bins().encode_each(x, each)
+    parts = Bins().encode(x, each)
     assert torch.equal(parts["stream"], Bins().encode(x)["stream"])
-    assert same_bits(Bins().decode_each(parts, spec, each), x)
+    assert same_bits(Bins().decode(parts, spec, each), x)
 
 
 def test_both_kinds_of_code_write_and_read_the_same_bytes():

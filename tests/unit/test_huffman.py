@@ -288,10 +288,10 @@ def test_large_tensors_survive_on_several_threads(dtype):
         with ThreadPoolExecutor(3) as pool:
             return list(pool.map(work, range(count)))
 
-    parts = Huffman().encode_each(x, each)
+    parts = Huffman().encode(x, each)
     alone = Huffman().encode(x)
     assert all(torch.equal(as_bytes(parts[k]), as_bytes(alone[k])) for k in parts)
-    assert same_bits(Huffman().decode_each(parts, Spec.of(x), each), x)
+    assert same_bits(Huffman().decode(parts, Spec.of(x), each), x)
 
 
 def test_tensors_that_are_not_contiguous_survive():
@@ -318,12 +318,12 @@ def test_pieces_lie_within_the_whole(dtype):
     x = (torch.randn(5 * CHUNK + 100) * 50).to(dtype)
     parts, step = Huffman().encode(x), Huffman().step(Spec.of(x))
     for every in (step, 2 * step, 100 * step):
-        pieces = Huffman().cut(parts, Spec.of(x), every)
+        pieces = Huffman().split_parts(parts, Spec.of(x), every)
         for piece, wanted in zip(pieces, torch.split(x, every), strict=True):
             assert same_bits(Huffman().decode(piece, Spec.of(wanted)), wanted.clone())
             assert piece["data"].untyped_storage().data_ptr() == parts["data"].data_ptr()
     with pytest.raises(CorruptFileError):
-        Huffman().cut({**parts, "data": parts["data"][1:]}, Spec.of(x), step)
+        Huffman().split_parts({**parts, "data": parts["data"][1:]}, Spec.of(x), step)
 
 
 def test_random_bytes_grow_by_the_chunk_table_only():
@@ -362,18 +362,18 @@ def test_a_flipped_bit_is_always_noticed(dtype, seed):
 def test_only_what_was_compared_before_is_decoded_without_checksums(threads):
     x = torch.randn(5 * CHUNK + 7).bfloat16()
     parts, out = Huffman().encode(x), torch.empty_like(x)
-    Huffman().decode_again(parts, out, threads)
+    Huffman().decode_unchecked(parts, out, threads)
     assert same_bits(out, x)
     parts["chunks"].view(torch.int32)[1, 0] ^= 1
-    Huffman().decode_again(parts, out, threads)
+    Huffman().decode_unchecked(parts, out, threads)
     assert same_bits(out, x)
     with pytest.raises(CorruptFileError, match="checksum"):
         Huffman().decode_into(parts, out)
     with pytest.raises(CorruptFileError):
-        Huffman().decode_again({**parts, "data": parts["data"][1:]}, out, threads)
+        Huffman().decode_unchecked({**parts, "data": parts["data"][1:]}, out, threads)
     parts["data"][-1000:] = 0xFF  # of the last chunk, which is another thread's
     with pytest.raises(CorruptFileError):
-        Huffman().decode_again(parts, out, threads)
+        Huffman().decode_unchecked(parts, out, threads)
 
 
 def test_parts_that_do_not_fit_are_refused():

@@ -46,8 +46,8 @@ def test_threads_and_pieces_change_nothing():
     x = torch.randn(1 << 10, 1031)
     codec = IntBlocks()
     with Workers(3) as workers:
-        parts = codec.encode_each(x, workers.each)
-        back = codec.decode_each(parts, Spec.of(x), workers.each)
+        parts = codec.encode(x, workers.each)
+        back = codec.decode(parts, Spec.of(x), workers.each)
     assert same_bits(back, expected(x, 64))
     assert float((back - x).norm() / x.norm()) < 0.007
 

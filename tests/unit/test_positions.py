@@ -5,7 +5,7 @@ import torch
 from slimtensors import codecs
 from slimtensors.codecs import plan
 from slimtensors.codecs.plan import Plan, chain
-from slimtensors.codecs.presets import mask_plan
+from slimtensors.codecs.presets import choose_mask_plan
 
 CANDIDATES = {
     "None": None,
@@ -28,7 +28,7 @@ def test_the_chosen_plan_is_close_to_the_smallest(shape, share):
     mask = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little"))
     sizes = {name: size(mask, how) for name, how in CANDIDATES.items()}
     for effort, slack in (("fast", 1.03), ("max", 1.005)):
-        chosen = mask_plan(int(bits.sum()), bits.size, effort)
+        chosen = choose_mask_plan(int(bits.sum()), bits.size, effort)
         best = min(n for name, n in sizes.items() if effort == "max" or name != "density")
         assert sizes[str(chosen)] <= slack * best + 300, (effort, sizes)
         if chosen is not None:
@@ -37,16 +37,16 @@ def test_the_chosen_plan_is_close_to_the_smallest(shape, share):
 
 @pytest.mark.parametrize("effort", ["fast", "max"])
 def test_masks_too_small_to_gain_stay_as_they_are(effort):
-    assert mask_plan(0, 0, effort) is None
-    assert mask_plan(3, 64, effort) is None
-    assert mask_plan(1000, 2000, effort) is None
+    assert choose_mask_plan(0, 0, effort) is None
+    assert choose_mask_plan(3, 64, effort) is None
+    assert choose_mask_plan(1000, 2000, effort) is None
 
 
 def test_noise_stays_as_it_is_in_fast():
-    assert mask_plan(500_000, 1_000_000, "fast") is None
+    assert choose_mask_plan(500_000, 1_000_000, "fast") is None
 
 
 def test_sparse_masks_take_gaps_and_denser_ones_bytes():
-    assert str(mask_plan(60_000, 1_000_000, "fast")) == "gaps(tokens=huffman)"
-    assert str(mask_plan(300_000, 1_000_000, "fast")) == "huffman"
-    assert str(mask_plan(60_000, 1_000_000, "max")) == "density"
+    assert str(choose_mask_plan(60_000, 1_000_000, "fast")) == "gaps(tokens=huffman)"
+    assert str(choose_mask_plan(300_000, 1_000_000, "fast")) == "huffman"
+    assert str(choose_mask_plan(60_000, 1_000_000, "max")) == "density"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slimtensors.codecs.statistics import combined, sparsity_of
+from slimtensors.codecs.statistics import merge, sparsity_of
 from slimtensors.folder.config_json import (
     BitmaskConfig,
     Sparse24BitmaskConfig,
@@ -62,11 +62,11 @@ def test_dense_and_empty_tensors_have_none(x):
 def test_a_model_has_the_structure_that_all_its_sparse_matrices_share():
     dense = sparsity_of(torch.ones(64, 64))
     two, four = sparsity_of(keeping(2, 4)), sparsity_of(keeping(4, 8, seed=1))
-    assert combined([dense, two, two]).structure == "2:4"
-    assert combined([two, four]).structure == "4:8"
-    assert combined([two, sparsity_of(randomly(0.5))]).structure == "unstructured"
-    assert combined([]).share == 0.0
-    both = combined([dense, two])
+    assert merge([dense, two, two]).structure == "2:4"
+    assert merge([two, four]).structure == "4:8"
+    assert merge([two, sparsity_of(randomly(0.5))]).structure == "unstructured"
+    assert merge([]).share == 0.0
+    both = merge([dense, two])
     assert both.zero == two.zero
     assert both.items == two.items + 64 * 64
 

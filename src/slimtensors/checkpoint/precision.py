@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.codecs import Huffman, IntBlocks, presets
-from slimtensors.codecs.integer import largest_in_blocks
+from slimtensors.codecs.integer import find_largest
 from slimtensors.codecs.plan import chain
 from slimtensors.codecs.presets import Choice, Chooser
 from slimtensors.errors import CorruptFileError
@@ -108,4 +108,4 @@ def _exact(x: Tensor, note: str) -> Choice:
 
 def _expected_error(x: Tensor, block: int) -> float:
     """Return the norm of the error of rounding to steps that each block's largest item demands."""
-    return norm(largest_in_blocks(x, block)) / 127 * math.sqrt(block / 12)
+    return norm(find_largest(x, block)) / 127 * math.sqrt(block / 12)

@@ -1,4 +1,4 @@
-"""Codecs: one file each. To add one, write the file and name it here."""
+"""Codecs, one file each. To add one, write the file and import it here."""
 
 from slimtensors.codecs.bins import Bins
 from slimtensors.codecs.bitmask import Bitmask
@@ -9,15 +9,10 @@ from slimtensors.codecs.gaps import Gaps
 from slimtensors.codecs.huffman import Huffman
 from slimtensors.codecs.integer import Int, IntBlocks
 from slimtensors.codecs.protocol import (
-    Chunked,
     Codec,
-    Cut,
-    Divisible,
-    Into,
     Measured,
-    Ranged,
-    as_chunked,
-    as_into,
+    RandomAccess,
+    Sliceable,
     find,
     from_json,
     names,
@@ -30,22 +25,17 @@ __all__ = [
     "Bins",
     "Bitmask",
     "Bitmask24",
-    "Chunked",
     "Codec",
-    "Cut",
     "Dense",
     "Density",
-    "Divisible",
     "Gaps",
     "Huffman",
     "Int",
     "IntBlocks",
-    "Into",
     "Measured",
-    "Ranged",
+    "RandomAccess",
+    "Sliceable",
     "TorchQuantized",
-    "as_chunked",
-    "as_into",
     "find",
     "from_json",
     "names",

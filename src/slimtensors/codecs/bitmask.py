@@ -14,7 +14,7 @@ from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
 
 _CHUNK = 1 << 20
-"""Items per piece of work: small enough for the cache, large enough to be worth a thread."""
+"""Items per piece of work: small enough for the cache, large enough for a thread."""
 
 
 @register
@@ -24,68 +24,62 @@ class Bitmask:
 
     name: ClassVar[str] = "bitmask"
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `mask` (a bit per item, low bit first) and `values`."""
-        return self.encode_each(x, serially)
-
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Put `values` back where `mask` is set."""
-        return self.decode_each(parts, like, serially)
-
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Find the nonzero items, then gather them; every chunk on its own."""
         items = as_bytes(x)
         mask, counts = find_nonzero(items, x.element_size(), x.numel(), each)
         values = gather(items, x.element_size(), x.numel(), mask, counts, each)
         return {"mask": mask.view(mask_shape(Spec.of(x))), "values": values.view(x.dtype)}
 
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Count the bits of every chunk to know where its values start, then scatter them."""
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Scatter `values` to the positions set in `mask`."""
         mask = parts["mask"]
         if tuple(mask.shape) != mask_shape(like):
-            raise CorruptFileError(f"a mask of shape {tuple(mask.shape)} for shape {like.shape}")
+            raise CorruptFileError(
+                f"mask of shape {tuple(mask.shape)} does not fit shape {like.shape}"
+            )
         return scatter(mask.view(-1), as_bytes(parts["values"]), like, like.numel, each)
 
     def step(self, spec: Spec) -> int:
-        """Return the items of a byte of the mask."""
+        """Return 8: slices start at a whole byte of the mask."""
         return 8
 
 
 def mask_shape(spec: Spec) -> tuple[int, ...]:
-    """Return the shape of a mask: its rows are those of the tensor, where they fill whole bytes."""
+    """Return the shape of a mask: two-dimensional if rows of the tensor fill whole bytes."""
     if len(spec.shape) > 1 and spec.numel and spec.shape[-1] % 8 == 0:
         return spec.numel // spec.shape[-1], spec.shape[-1] // 8
     return (mask_bytes(spec.numel, spec.numel),)
 
 
 def mask_bytes(numel: int, row: int) -> int:
-    """Return how many bytes the mask of `numel` items has when every row starts a new byte."""
+    """Return the size of the mask of `numel` items if every row starts a new byte."""
     return numel // row * ceil_div(row, 8) if numel else 0
 
 
 def find_nonzero(items: Tensor, itemsize: int, row: int, each: Each) -> tuple[Tensor, list[int]]:
-    """Return the mask of nonzero items, and how many there are in each chunk of it."""
+    """Return the mask of nonzero items, and their number in each chunk."""
     numel = items.numel() // itemsize
     mask = allocate(Spec(torch.uint8, (mask_bytes(numel, row),)))
     spans = row_chunks(numel, row)
 
-    def one(i: int) -> int:
+    def find_in_chunk(i: int) -> int:
         first, last, low, high = spans[i]
         piece = items[first * itemsize : last * itemsize]
         return _core.bitmask_find(piece, itemsize, min(row, last - first), mask[low:high])
 
-    return mask, each(one, len(spans))
+    return mask, each(find_in_chunk, len(spans))
 
 
 def gather(
     items: Tensor, itemsize: int, row: int, mask: Tensor, counts: list[int], each: Each
 ) -> Tensor:
-    """Return the bytes of the items that `mask` selects; `counts` as `find` returned them."""
+    """Return the bytes of the items that `mask` selects; `counts` is from `find_nonzero`."""
     values = allocate(Spec(torch.uint8, (sum(counts) * itemsize,)))
     spans = row_chunks(items.numel() // itemsize, row)
     offsets = list(pairwise(accumulate(counts, initial=0)))
 
-    def one(i: int) -> None:
+    def gather_chunk(i: int) -> None:
         first, last, low, high = spans[i]
         begin, end = offsets[i]
         _core.bitmask_gather(
@@ -96,30 +90,32 @@ def gather(
             values[begin * itemsize : end * itemsize],
         )
 
-    each(one, len(spans))
+    each(gather_chunk, len(spans))
     return values
 
 
 def scatter(mask: Tensor, values: Tensor, like: Spec, row: int, each: Each) -> Tensor:
-    """Build the tensor whose nonzero items are `values`, at the bits of `mask`."""
+    """Build the tensor with `values` at the positions set in `mask`, and zeros elsewhere."""
     itemsize = like.dtype.itemsize
     if mask.dtype is not torch.uint8 or mask.numel() != mask_bytes(like.numel, row):
-        raise CorruptFileError(f"a mask of {mask.nbytes} bytes does not fit shape {like.shape}")
+        raise CorruptFileError(f"mask of {mask.nbytes} bytes does not fit shape {like.shape}")
     out = allocate(like)
     items = as_bytes(out)
     if like.numel <= _CHUNK:
-        _scatter_chunk(mask, max(row, 1), values, itemsize, items)
+        _scatter(mask, max(row, 1), values, itemsize, items)
         return out
     spans = row_chunks(like.numel, row)
     counts = each(lambda i: _core.popcount(mask[spans[i][2] : spans[i][3]]), len(spans))
     if sum(counts) * itemsize != values.numel():
-        raise CorruptFileError(f"a mask of {sum(counts)} bits, but {values.numel()} value bytes")
+        raise CorruptFileError(
+            f"mask has {sum(counts)} bits set, but values have {values.numel()} bytes"
+        )
     offsets = list(pairwise(accumulate(counts, initial=0)))
 
-    def one(i: int) -> None:
+    def scatter_chunk(i: int) -> None:
         first, last, low, high = spans[i]
         begin, end = offsets[i]
-        _scatter_chunk(
+        _scatter(
             mask[low:high],
             min(row, last - first),
             values[begin * itemsize : end * itemsize],
@@ -127,11 +123,11 @@ def scatter(mask: Tensor, values: Tensor, like: Spec, row: int, each: Each) -> T
             items[first * itemsize : last * itemsize],
         )
 
-    each(one, len(spans))
+    each(scatter_chunk, len(spans))
     return out
 
 
-def _scatter_chunk(mask: Tensor, row: int, values: Tensor, itemsize: int, items: Tensor) -> None:
+def _scatter(mask: Tensor, row: int, values: Tensor, itemsize: int, items: Tensor) -> None:
     try:
         _core.bitmask_scatter(mask, row, values, itemsize, items)
     except ValueError as error:
@@ -139,9 +135,9 @@ def _scatter_chunk(mask: Tensor, row: int, values: Tensor, itemsize: int, items:
 
 
 def row_chunks(numel: int, row: int) -> list[tuple[int, int, int, int]]:
-    """Divide items into pieces: first and last item, first and last byte of the mask.
+    """Divide items into chunks: first and last item, first and last byte of the mask.
 
-    A piece is a number of whole rows, or, in one long row, whole bytes of the mask.
+    A chunk consists of whole rows, or of whole mask bytes if there is only one row.
     """
     if numel == 0:
         return []

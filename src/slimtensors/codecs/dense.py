@@ -1,4 +1,4 @@
-"""Tensors as they are, for what safetensors itself cannot say."""
+"""Uncompressed tensors, for dtypes that safetensors does not support."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,25 +7,26 @@ from torch import Tensor
 
 from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
+from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Parts, Spec, allocate, as_bytes
 
 
 @register
 @dataclass(frozen=True)
 class Dense:
-    """Store the bytes as they are. Lossless; for dtypes that safetensors has no name for."""
+    """Store the bytes unchanged. Lossless; for dtypes that safetensors does not support."""
 
     name: ClassVar[str] = "dense"
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `data`."""
         return {"data": as_bytes(x)}
 
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Copy the bytes, so that the result does not depend on the file."""
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Return a copy of the bytes, which may be a view of the file."""
         data = parts["data"]
         if data.nbytes != like.nbytes:
-            raise CorruptFileError(f"{data.nbytes} bytes of data where {like.nbytes} are needed")
+            raise CorruptFileError(f"expected {like.nbytes} bytes of data, got {data.nbytes}")
         out = allocate(like)
         as_bytes(out).copy_(as_bytes(data))
         return out

@@ -1,4 +1,4 @@
-"""Masks in as few bits as their rows and columns allow."""
+"""Arithmetic coding of masks, modelled by the density of rows and columns."""
 
 import struct
 from dataclasses import dataclass
@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs.protocol import concatenate, empty_bytes, register
+from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Parts, Spec, allocate, as_bytes, ceil_div
+from slimtensors.tensor import (
+    Parts,
+    Spec,
+    allocate,
+    as_bytes,
+    ceil_div,
+    concatenate,
+    empty_bytes,
+)
 
 _CHUNK = 1 << 18
 _NARROWEST, _WIDEST = 16, 1 << 15
@@ -25,38 +33,30 @@ _ENTRY = struct.Struct("<II")
 @register
 @dataclass(frozen=True)
 class Density:
-    """Store the bits of a mask by how dense its rows and columns are. Lossless; small, not fast.
+    """Code the bits of a mask by the density of its rows and columns. Lossless; small, slow.
 
-    Rows and columns get up to 16 classes each, and the bits are coded arithmetically with the
-    density that the pair of classes has. For a mask, say `mask` of `bitmask`, of any density.
+    Rows and columns are divided into up to 16 classes each, and the bits are coded arithmetically
+    with the density of their pair of classes. For masks of any density, such as that of `bitmask`.
     """
 
     name: ClassVar[str] = "density"
 
-    def encode(self, x: Tensor) -> Parts:
-        """Return `stream`."""
-        return self.encode_each(x, serially)
-
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Decode all chunks, and compare each with its checksum."""
-        return self.decode_each(parts, like, serially)
-
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Choose the classes, then code the chunks on their own."""
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
+        """Return `stream`: the classes, then the independently coded chunks."""
         mask = as_bytes(x)
         layout = _Layout.of(Spec.of(x))
-        rows, columns, chances = layout.room()
+        rows, columns, chances = layout.allocate_model()
         _core.density_fit(mask, rows, columns, chances)
         model = empty_bytes(_core.density_model_bound(len(rows) + len(columns)))
         model = model[: _core.density_pack(rows, columns, chances, model)]
 
-        def one(i: int) -> Tensor:
+        def encode_chunk(i: int) -> Tensor:
             piece = mask[layout.bytes_of(i)]
             coded = empty_bytes(piece.numel())
             labels = rows[layout.rows_of(i)]
             return coded[: _core.density_encode(piece, labels, columns, chances, coded)]
 
-        pieces = each(one, layout.chunks)
+        pieces = each(encode_chunk, layout.chunks)
         entries = [
             _ENTRY.pack(piece.numel(), _core.crc32c(mask[layout.bytes_of(i)]))
             for i, piece in enumerate(pieces)
@@ -66,32 +66,32 @@ class Density:
             "stream": concatenate([torch.frombuffer(bytearray(head), dtype=torch.uint8), *pieces])
         }
 
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Read the classes, then decode the chunks on their own."""
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Decode every chunk and compare its checksum."""
         stream = parts["stream"]
         if stream.dtype is not torch.uint8 or stream.dim() != 1:
-            raise CorruptFileError("a density stream must be bytes")
+            raise CorruptFileError("the density stream is not a flat uint8 tensor")
         layout = _Layout.of(like)
         model, entries, data = _split(stream, layout.chunks)
         ends = list(accumulate((size for size, _ in entries), initial=0))
         if ends[-1] != data.numel():
-            raise CorruptFileError(f"{data.numel()} bytes of chunks where {ends[-1]} are announced")
-        places = list(pairwise(ends))
-        rows, columns, chances = layout.room()
+            raise CorruptFileError(f"the chunks have {ends[-1]} bytes, but the data {data.numel()}")
+        ranges = list(pairwise(ends))
+        rows, columns, chances = layout.allocate_model()
         out = allocate(like)
         mask = as_bytes(out)
 
-        def one(i: int) -> None:
-            begin, end = places[i]
+        def decode_chunk(i: int) -> None:
+            begin, end = ranges[i]
             piece = mask[layout.bytes_of(i)]
             labels = rows[layout.rows_of(i)]
             _core.density_decode(data[begin:end], labels, columns, chances, piece)
             if _core.crc32c(piece) != entries[i][1]:
-                raise CorruptFileError(f"chunk {i} of a mask does not match its checksum")
+                raise CorruptFileError(f"chunk {i} of the mask does not match its checksum")
 
         try:
             _core.density_unpack(model, rows, columns, chances)
-            each(one, layout.chunks)
+            each(decode_chunk, layout.chunks)
         except CorruptFileError:
             raise
         except ValueError as error:
@@ -101,7 +101,7 @@ class Density:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How bytes are divided into rows, and rows into chunks; decided by the shape alone."""
+    """Division of bytes into rows, and of rows into chunks; depends on the shape only."""
 
     nbytes: int
     width: int
@@ -118,8 +118,8 @@ class _Layout:
         per_chunk = ceil_div(rows, max(ceil_div(spec.nbytes, _CHUNK), 1))
         return cls(spec.nbytes, width, rows, per_chunk, ceil_div(rows, per_chunk) if rows else 0)
 
-    def room(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate the classes of rows, those of columns, and the chances of their pairs."""
+    def allocate_model(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return buffers for the row classes, the column classes, and their probabilities."""
         return empty_bytes(self.rows), empty_bytes(8 * self.width), empty_bytes(_PAIRS)
 
     def rows_of(self, chunk: int) -> slice:
@@ -137,6 +137,6 @@ def _split(stream: Tensor, chunks: int) -> tuple[Tensor, list[tuple[int, int]], 
         start = _HEAD.size + size
         entries = [_ENTRY.unpack_from(raw, start + i * _ENTRY.size) for i in range(chunks)]
     except struct.error as error:
-        raise CorruptFileError(f"a density stream of {len(raw)} bytes is too short") from error
+        raise CorruptFileError(f"density stream of {len(raw)} bytes is too short") from error
     end = start + chunks * _ENTRY.size
     return stream[_HEAD.size : start], entries, stream[end:]

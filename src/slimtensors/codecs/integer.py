@@ -1,6 +1,7 @@
-"""Floats rounded to 8-bit integers, with one scale per tensor, row or block."""
+"""Floats rounded to small integers, with one scale per tensor, row or block."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,11 +20,14 @@ from slimtensors.tensor import (
     as_bytes,
     ceil_div,
     dtype_name,
+    empty_bytes,
     relative_distance,
 )
 
-_PIECE = 1 << 20
-"""Items per piece of work: enough to be worth a thread."""
+_TINY = torch.finfo(torch.float32).tiny
+_INT8 = _core.CodeFormat("int", 8)
+_PIECE = 1 << 18
+"""Items per piece of work: enough for a thread, few enough for the cache."""
 
 
 @register
@@ -36,115 +40,42 @@ class Int:
 
     bits: int = 8
     per_row: bool = False
-    """A scale for each index of the first dimension, instead of one for all."""
+    """Use a scale for each index of the first dimension instead of one for all."""
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
             raise ConfigError(f"bits must be 2 to 8, got {self.bits!r}")
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `q` (int8) and `scale` (float32)."""
-        return self.encode_each(x, serially)
-
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Multiply back."""
-        return self.decode_each(parts, like, serially)
-
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Find the scales, then round a piece at a time."""
-        if not x.is_floating_point():
-            raise ConfigError(f"only floats can be rounded, not {x.dtype}")
+        items = _flatten(x)
         if not x.numel():
-            raise ConfigError(f"is empty, shape {tuple(x.shape)}: there is nothing to round")
-        rows = self._rows(x if x.dtype in KERNEL_FLOATS else x.float()).contiguous()
-        pieces = _pieces(rows)
-        largest = torch.cat(each(lambda i: _largest(pieces[i]), len(pieces)))
-        if not torch.isfinite(largest).all():
-            raise ConfigError("holds NaN or infinity, which integers cannot say")
-        if rows.shape[0] == 1:
+            raise ConfigError(f"an empty tensor of shape {tuple(x.shape)} cannot be rounded")
+        scales, row = self._layout(Spec.of(x))
+        pieces = _split(x.numel(), row, row)
+        largest = torch.cat(each(lambda i: pieces[i].find_largest(items), len(pieces)))
+        _check_finite(largest)
+        if scales == 1:
             largest = largest.amax(0, keepdim=True)
         top = 2 ** (self.bits - 1) - 1
         scale = largest / top
         scale[scale == 0] = 1.0
-        if float(scale.min()) < torch.finfo(torch.float32).tiny:  # too coarse to stay within `top`
-            q = (rows.float() / scale.view(-1, 1)).round().clamp(-top, top).to(torch.int8)
-            return {"q": q.view(x.shape), "scale": scale}
-        q = allocate(Spec(torch.int8, tuple(rows.shape)))
-        codes, scales = _pieces(q), _scales(scale, len(pieces), rows)
-
-        def round_off(i: int) -> None:
-            kind = dtype_name(rows.dtype)
-            columns = pieces[i].shape[1]
-            _core.quantize(
-                as_bytes(pieces[i]),
-                as_bytes(codes[i]),
-                dtype=kind,
-                compute_dtype="float32",
-                scales=_core.Scales(as_bytes(scales[i]), "float32", (columns, columns, 1)),
-                format=_core.CodeFormat("int", self.bits),
-            )
-
-        each(round_off, len(pieces))
+        if float(scale.min()) < _TINY:  # the kernel divides by subnormal scales inexactly
+            rounded = (items.float().view(scales, -1) / scale.view(-1, 1)).round()
+            return {"q": rounded.clamp(-top, top).to(torch.int8).view(x.shape), "scale": scale}
+        q = allocate(Spec(torch.int8, (x.numel(),)))
+        each(lambda i: pieces[i].quantize(items, scale, self.bits, q), len(pieces))
         return {"q": q.view(x.shape), "scale": scale}
 
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Multiply a piece at a time."""
-        q, scale = parts["q"], parts["scale"]
-        if Spec.of(q) != Spec(torch.int8, like.shape) or scale.dtype is not torch.float32:
-            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
-        rows = self._rows(q)
-        if scale.numel() != rows.shape[0]:
-            raise CorruptFileError(f"{scale.numel()} scales for {rows.shape[0]} rows")
-        if like.dtype not in KERNEL_FLOATS or not like.numel:
-            return (rows.float() * scale.view(-1, 1)).to(like.dtype).view(like.shape)
-        out = allocate(like)
-        codes, items = _pieces(rows.contiguous()), _pieces(self._rows(out))
-        scales = _scales(scale.flatten(), len(codes), rows)
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Multiply the integers by their scales."""
+        scales, row = self._layout(like)
+        return _dequantize(parts, like, scales, _split(like.numel, row, row), each)
 
-        def multiply(i: int) -> None:
-            columns = codes[i].shape[1]
-            _core.dequantize(
-                as_bytes(codes[i]),
-                as_bytes(items[i]),
-                dtype=dtype_name(like.dtype),
-                scales=_core.Scales(as_bytes(scales[i]), "float32", (columns, columns, 1)),
-                format=_core.CodeFormat("int", 8),
-            )
-
-        each(multiply, len(codes))
-        return out
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0] if self.per_row and x.dim() else 1, -1)
-
-
-def _pieces(rows: Tensor) -> list[Tensor]:
-    """Cut rows into pieces with one or more whole ones; a single row anywhere."""
-    if rows.shape[0] == 1:
-        return [piece.view(1, -1) for piece in torch.split(rows.view(-1), _PIECE)]
-    return list(torch.split(rows, max(1, _PIECE // rows.shape[1])))
-
-
-def _scales(scale: Tensor, pieces: int, rows: Tensor) -> list[Tensor]:
-    if rows.shape[0] == 1:
-        return [scale] * pieces
-    return list(torch.split(scale, max(1, _PIECE // rows.shape[1])))
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """Return the largest size of each row; not finite if it holds what is not."""
-    low, high = (rows.new_empty(rows.shape[0]) for _ in range(2))
-    columns = rows.shape[1]
-    _core.find_ranges(
-        as_bytes(rows), dtype_name(rows.dtype), columns, columns, as_bytes(low), as_bytes(high)
-    )
-    return torch.maximum(low.abs(), high.abs()).float()
-
-
-_LARGEST = 127
-_INT8 = _core.CodeFormat("int", 8)
-_BLOCK_PIECE = 1 << 18
-"""Items per piece of work: enough to be worth a thread, few enough to stay in a cache."""
+    def _layout(self, spec: Spec) -> tuple[int, int]:
+        """Return the number of scales, and of the items that share one."""
+        scales = spec.shape[0] if self.per_row and spec.shape else 1
+        return scales, spec.numel // scales if scales else 0
 
 
 @register
@@ -161,101 +92,133 @@ class IntBlocks:
         if type(self.block) is not int or not 1 <= self.block <= 1 << 16 or (1 << 16) % self.block:
             raise ConfigError(f"block must be a power of two up to 65536, got {self.block!r}")
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `q` (int8) and `scale` (float32)."""
-        return self.encode_each(x, serially)
+        items = _flatten(x)
+        pieces = _split(x.numel(), x.numel(), self.block)
+        q = allocate(Spec(torch.int8, (x.numel(),)))
+        scale = torch.empty(ceil_div(x.numel(), self.block))
 
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Multiply back."""
-        return self.decode_each(parts, like, serially)
+        def encode_piece(i: int) -> None:
+            piece = pieces[i]
+            largest = piece.find_largest(items).div_(127)
+            _check_finite(largest)
+            # Quotients by smaller scales could overflow; such blocks are rounded to zero.
+            scale[piece.scales].copy_(largest.clamp_(min=_TINY))
+            piece.quantize(items, scale, 8, q)
 
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Round pieces of the tensor side by side."""
-        if not x.is_floating_point():
-            raise ConfigError(f"only floats can be rounded, not {x.dtype}")
-        items = _flat(x)
-        q = allocate(Spec(torch.int8, (items.numel(),)))
-        scale = torch.empty(self._blocks(items.numel()))
-
-        def one(i: int) -> None:
-            part, mine = items[_piece(i)], scale[self._scales(i)]
-            largest = largest_in_blocks(part, self.block).div_(_LARGEST)
-            if not torch.isfinite(largest).all():
-                raise ConfigError("holds NaN or infinity, which integers cannot say")
-            # The least normal number: below it, a quotient would overflow; such blocks become 0.
-            mine.copy_(largest.clamp_(min=torch.finfo(torch.float32).tiny))
-            _core.quantize(
-                as_bytes(part),
-                as_bytes(q[_piece(i)]),
-                dtype=dtype_name(part.dtype),
-                compute_dtype="float32",
-                scales=self._layout(mine, part.numel()),
-                format=_INT8,
-            )
-
-        each(one, ceil_div(items.numel(), _BLOCK_PIECE))
+        each(encode_piece, len(pieces))
         return {"q": q.view(x.shape), "scale": scale}
 
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Multiply pieces of the tensor side by side."""
-        q, scale = parts["q"], parts["scale"]
-        if Spec.of(q) != Spec(torch.int8, like.shape) or not like.dtype.is_floating_point:
-            raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
-        if Spec.of(scale) != Spec(torch.float32, (self._blocks(like.numel),)):
-            raise CorruptFileError(f"scales of {Spec.of(scale)} do not fit a tensor of {like}")
-        out = allocate(like if like.dtype in KERNEL_FLOATS else Spec(torch.float32, like.shape))
-        codes, items = q.reshape(-1), out.view(-1)
-
-        def one(i: int) -> None:
-            part = codes[_piece(i)]
-            _core.dequantize(
-                as_bytes(part),
-                as_bytes(items[_piece(i)]),
-                dtype=dtype_name(out.dtype),
-                scales=self._layout(scale[self._scales(i)], part.numel()),
-                format=_INT8,
-            )
-
-        each(one, ceil_div(like.numel, _BLOCK_PIECE))
-        return out.to(like.dtype)
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Multiply the integers by their scales."""
+        pieces = _split(like.numel, like.numel, self.block)
+        return _dequantize(parts, like, ceil_div(like.numel, self.block), pieces, each)
 
     def relative_error(self, parts: Parts, x: Tensor) -> float:
-        """Return how far the integers are from `x`, relative to it."""
+        """Return the RMS error of the integers, relative to the RMS of `x`."""
         if x.dtype not in KERNEL_FLOATS or not x.numel():
             return relative_distance(self.decode(parts, Spec.of(x)), x)
-        distance, whole = _core.rounding_loss(
+        error, total = _core.rounding_loss(
             as_bytes(x),
             as_bytes(parts["q"]),
             dtype=dtype_name(x.dtype),
-            scales=self._layout(parts["scale"], x.numel()),
+            scales=_kernel_scales(parts["scale"], (x.numel(), self.block, 1)),
             format=_INT8,
         )
-        return math.sqrt(distance) / math.sqrt(whole) if whole else 0.0
-
-    def _blocks(self, items: int) -> int:
-        return ceil_div(items, self.block)
-
-    def _scales(self, piece: int) -> slice:
-        return slice(piece * _BLOCK_PIECE // self.block, (piece + 1) * _BLOCK_PIECE // self.block)
-
-    def _layout(self, scale: Tensor, items: int) -> _core.Scales:
-        """Return the scales of a piece, which is a single row."""
-        return _core.Scales(as_bytes(scale), "float32", (items, self.block, 1))
+        return math.sqrt(error) / math.sqrt(total) if total else 0.0
 
 
-def largest_in_blocks(x: Tensor, block: int) -> Tensor:
-    """Return the largest magnitude in each block; not finite where one holds what is not."""
-    items = _flat(x)
-    low, high = (items.new_empty(ceil_div(items.numel(), block)) for _ in range(2))
-    if items.numel():
-        kind, row = dtype_name(items.dtype), items.numel()
-        _core.find_ranges(as_bytes(items), kind, row, block, as_bytes(low), as_bytes(high))
-    return torch.maximum(low.abs(), high.abs()).float()
+def find_largest(x: Tensor, block: int) -> Tensor:
+    """Return the largest magnitude in each block; not finite for blocks with NaN or infinity."""
+    items = x if x.dtype in KERNEL_FLOATS else x.float()
+    return _find_largest(items.reshape(-1), x.numel(), block)
 
 
-def _flat(x: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Piece:
+    """A range of flat items, the range of their scales, and the layout of both."""
+
+    items: slice
+    scales: slice
+    layout: tuple[int, int, int]
+    """Items per row, items per scale, rows per scale."""
+
+    def find_largest(self, items: Tensor) -> Tensor:
+        row, group, _ = self.layout
+        return _find_largest(items[self.items], row, group)
+
+    def quantize(self, items: Tensor, scale: Tensor, bits: int, q: Tensor) -> None:
+        _core.quantize(
+            as_bytes(items[self.items]),
+            as_bytes(q[self.items]),
+            dtype=dtype_name(items.dtype),
+            compute_dtype="float32",
+            scales=_kernel_scales(scale[self.scales], self.layout),
+            format=_core.CodeFormat("int", bits),
+        )
+
+    def dequantize(self, q: Tensor, scale: Tensor, items: Tensor) -> None:
+        _core.dequantize(
+            as_bytes(q[self.items]),
+            as_bytes(items[self.items]),
+            dtype=dtype_name(items.dtype),
+            scales=_kernel_scales(scale[self.scales], self.layout),
+            format=_INT8,
+        )
+
+
+def _split(numel: int, row: int, group: int) -> list[_Piece]:
+    """Divide items into pieces of whole rows, or of about `_PIECE` items if there is one row.
+
+    `group` items of a row share a scale.
+    """
+    if not numel:
+        return []
+    step = _PIECE if row == numel else max(1, _PIECE // row) * row
+    pieces = []
+    for first in range(0, numel, step):
+        last = min(first + step, numel)
+        scales = slice(0, 1) if group == numel else slice(first // group, ceil_div(last, group))
+        count = last - first
+        pieces.append(_Piece(slice(first, last), scales, (min(row, count), min(group, count), 1)))
+    return pieces
+
+
+def _dequantize(
+    parts: Parts, like: Spec, scales: int, pieces: Sequence[_Piece], each: Each
+) -> Tensor:
+    q, scale = parts["q"], parts["scale"]
+    if Spec.of(q) != Spec(torch.int8, like.shape) or not like.dtype.is_floating_point:
+        raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
+    if scale.dtype is not torch.float32 or scale.numel() != scales:
+        raise CorruptFileError(f"expected {scales} float32 scales, got {Spec.of(scale)}")
+    out = allocate(like if like.dtype in KERNEL_FLOATS else Spec(torch.float32, like.shape))
+    codes, items, scale = q.reshape(-1), out.view(-1), scale.flatten()
+    each(lambda i: pieces[i].dequantize(codes, scale, items), len(pieces))
+    return out.to(like.dtype)
+
+
+def _flatten(x: Tensor) -> Tensor:
+    """Return the items as a flat tensor of a dtype that the kernels read."""
+    if not x.is_floating_point():
+        raise ConfigError(f"only float tensors can be rounded, got {x.dtype}")
     return (x if x.dtype in KERNEL_FLOATS else x.float()).reshape(-1)
 
 
-def _piece(i: int) -> slice:
-    return slice(i * _BLOCK_PIECE, (i + 1) * _BLOCK_PIECE)
+def _check_finite(largest: Tensor) -> None:
+    if not torch.isfinite(largest).all():
+        raise ConfigError("NaN and infinity cannot be rounded to integers")
+
+
+def _find_largest(items: Tensor, row: int, group: int) -> Tensor:
+    low, high = (items.new_empty(ceil_div(items.numel(), group)) for _ in range(2))
+    if items.numel():
+        dtype = dtype_name(items.dtype)
+        _core.find_ranges(as_bytes(items), dtype, row, group, as_bytes(low), as_bytes(high))
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def _kernel_scales(scale: Tensor, layout: tuple[int, int, int]) -> _core.Scales:
+    """Return float32 scales without zero points, as the kernels take them."""
+    return _core.Scales(as_bytes(scale), "float32", layout)

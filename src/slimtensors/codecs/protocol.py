@@ -1,92 +1,54 @@
 """The codec protocol, its optional abilities, and the registry."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from inspect import signature
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, FormatError, UnknownCodecError, nearest
-from slimtensors.parallel import Each
+from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Json, Parts, Spec
 
 
 class Codec(Protocol):
-    """One reversible step: a tensor becomes named parts, and parts become the tensor again.
+    """One reversible step: encode a tensor as named parts, and decode the parts.
 
-    A codec is a frozen dataclass. Its fields are its configuration and go into the file as JSON;
-    whatever depends on the data goes into a part. Both methods are pure.
+    A codec is a frozen dataclass. Its fields are configuration and stored as JSON; data computed
+    from the tensor is stored in parts. Both methods are pure. They divide large tensors into
+    independent pieces of work and run these with `each`, which may use several threads.
+
+    A codec that rounds sets the class attribute `lossy` to True.
     """
 
     name: ClassVar[str]
-    """Wire name. Once released it means the same thing forever."""
+    """Name in files. Once released, its meaning never changes."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Split `x`, a tensor in main memory, into parts."""
         ...
 
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
         """Rebuild the tensor that `like` describes; raise `CorruptFileError` if parts do not fit.
 
-        Check the size of every part before allocating: `like` comes from the file. The result owns
-        its memory: parts may lie in the file's pages.
+        Check the size of every part before allocating: `like` was read from the file. The result
+        owns its memory, because the parts may be views of a memory-mapped file.
         """
         ...
 
 
 @runtime_checkable
-class Chunked(Protocol):
-    """An ability: the work falls into independent chunks, so that one tensor uses every core."""
+class RandomAccess(Protocol):
+    """Optional ability: decode into existing memory, or decode a range of items."""
 
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Do what `encode` does, dividing the work by `each`."""
+    def decode_into(self, parts: Parts, out: Tensor, each: Each = serially) -> None:
+        """Decode like `decode`, into a contiguous tensor of the encoded dtype and shape."""
         ...
-
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Do what `decode` does, dividing the work by `each`."""
-        ...
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """An ability: the parts of pieces, laid end to end, are the parts of the whole."""
-
-    def step(self, spec: Spec) -> int:
-        """Return the number of items at whose multiples a tensor of this kind may be cut."""
-        ...
-
-
-@runtime_checkable
-class Cut(Divisible, Protocol):
-    """An ability: to find the parts of pieces in the parts of the whole."""
-
-    def cut(self, parts: Parts, like: Spec, every: int) -> list[Parts]:
-        """Return views, the parts of every so many items; that is a multiple of `step`."""
-        ...
-
-    def decode_again(self, parts: Parts, out: Tensor, threads: int) -> None:
-        """Decode into `out` without comparing checksums, if that was done before."""
-        ...
-
-
-@runtime_checkable
-class Into(Protocol):
-    """An ability: to decode into memory that is there, since fresh memory costs as much again."""
-
-    def decode_into(self, parts: Parts, out: Tensor, each: Each) -> None:
-        """Do what `decode` does, into a contiguous tensor of the kind that was encoded."""
-        ...
-
-
-@runtime_checkable
-class Ranged(Protocol):
-    """An ability: to decode a run of items without all others."""
 
     def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
         """Return items `begin` to `end` of the flat tensor."""
@@ -94,38 +56,41 @@ class Ranged(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
-    """An ability of what rounds: to tell how much was lost without decoding."""
+class Sliceable(Protocol):
+    """Optional ability: the concatenated parts of slices are the parts of the whole tensor."""
 
-    def relative_error(self, parts: Parts, x: Tensor) -> float:
-        """Return the RMS of what `x` lost when it became `parts`, relative to the RMS of `x`."""
+    def step(self, spec: Spec) -> int:
+        """Return the number of items at whose multiples such a tensor may be sliced."""
         ...
 
 
-@cache  # asking a protocol is slow, and a model has thousands of tensors
-def _can(cls: type[Codec], ability: type) -> bool:
-    return issubclass(cls, ability)
+@runtime_checkable
+class Measured(Protocol):
+    """Optional ability of lossy codecs: compute the error without decoding."""
+
+    def relative_error(self, parts: Parts, x: Tensor) -> float:
+        """Return the RMS error of `parts`, relative to the RMS of `x`."""
+        ...
 
 
-def as_chunked(codec: Codec) -> Chunked | None:
-    """Return `codec` itself if it has the ability `Chunked`."""
-    return cast(Chunked, codec) if _can(type(codec), Chunked) else None
+@cache
+def takes_each(cls: type[Codec]) -> bool:
+    """Return True if the methods of a codec have the parameter `each`.
 
-
-def as_into(codec: Codec) -> Into | None:
-    """Return `codec` itself if it has the ability `Into`."""
-    return cast(Into, codec) if _can(type(codec), Into) else None
+    Codecs of other packages may lack it: it is not part of the protocol of early versions.
+    """
+    return all("each" in signature(method).parameters for method in (cls.encode, cls.decode))
 
 
 C = TypeVar("C", bound=type[Codec])
 
 _registry: dict[str, type[Codec]] = {}
 
-_GROUP = "slimtensors.codecs"
+_ENTRY_POINTS = "slimtensors.codecs"
 
 
 def register(cls: C) -> C:
-    """Make a codec known by its `name`."""
+    """Register a codec class under its `name`."""
     if cls.name in _registry and _registry[cls.name] is not cls:
         raise ConfigError(f"codec {cls.name!r} is already registered")
     _registry[cls.name] = cls
@@ -133,14 +98,14 @@ def register(cls: C) -> C:
 
 
 def names() -> list[str]:
-    """List all codecs: ours and those of installed packages (entry point `slimtensors.codecs`)."""
-    return sorted(_registry.keys() | {entry.name for entry in entry_points(group=_GROUP)})
+    """List the names of all codecs, including those of installed packages (entry points)."""
+    return sorted(_registry.keys() | {entry.name for entry in entry_points(group=_ENTRY_POINTS)})
 
 
 def find(name: str) -> type[Codec]:
-    """Return the codec class called `name`, loading the package that has it if need be."""
+    """Return the codec class registered as `name`; load its entry point if needed."""
     if name not in _registry:
-        for entry in entry_points(group=_GROUP, name=name):
+        for entry in entry_points(group=_ENTRY_POINTS, name=name):
             register(entry.load())
     if name not in _registry:
         raise UnknownCodecError(f"unknown codec {name!r}; {nearest(name, names())}")
@@ -153,7 +118,7 @@ def to_json(codec: Codec) -> Json:
 
 
 def from_json(data: Mapping[str, Any]) -> Codec:
-    """Build the codec that `data` describes."""
+    """Build a codec from its name and configuration; raise `FormatError` if they are invalid."""
     cls = find(str(data.get("name")))
     options = {key: value for key, value in data.items() if key != "name"}
     if not options:
@@ -165,23 +130,3 @@ def from_json(data: Mapping[str, Any]) -> Codec:
         return cls(**options)
     except (TypeError, ValueError) as error:
         raise FormatError(f"codec {cls.name!r}: {error}") from error
-
-
-def empty_bytes(count: int) -> Tensor:
-    """Return so many bytes with any content."""
-    return torch.empty(count, dtype=torch.uint8)
-
-
-def concatenate(pieces: Sequence[Tensor]) -> Tensor:
-    """Lay pieces end to end; torch.cat would wake its own threads for it."""
-    return torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
-
-
-def scale_slice(chunks: slice, size: int) -> slice:
-    """Return where the bytes of some chunks lie that have `size` bytes each."""
-    return slice(chunks.start * size, chunks.stop * size)
-
-
-def chunk_groups(chunks: int, size: int) -> list[slice]:
-    """Divide chunks into groups of `size`, the last one of what is left."""
-    return [slice(i, min(i + size, chunks)) for i in range(0, chunks, size)]

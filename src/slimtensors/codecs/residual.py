@@ -1,4 +1,4 @@
-"""Residuals: what there is to store of a tensor for whoever has another one like it. Exact."""
+"""Residuals: exact differences between a tensor and a similar one, its base."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
@@ -12,11 +12,11 @@ from slimtensors.parallel import Each, serially
 from slimtensors.tensor import QUANTIZED_DTYPES, Spec, allocate, as_bytes, ceil_div
 
 Kind = Literal["whole", "difference", "by-exponent"]
-"""The tensor itself; its difference from the base; that, sorted by the exponents of the base."""
+"""The tensor itself; its difference from the base; the difference, sorted by base exponents."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Cost = Callable[[Tensor], float]
-"""Estimates what storing a tensor takes."""
+"""Estimates the stored size of a tensor."""
 
 _CHUNK = 1 << 20
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -33,10 +33,10 @@ _MANTISSA = {
 def residual(
     kind: Kind, x: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
 ) -> Tensor:
-    """Return what a reader needs who has `base`, which has the dtype and shape of `x`.
+    """Return the residual of `x` against `base`, which has the same dtype and shape.
 
-    How much a weight changes depends on how large it is, which its base tells. So `by-exponent`
-    puts those together that change alike; `by` names another tensor than `base` to tell it.
+    Changes of a weight correlate with its magnitude, so `by-exponent` groups weights by the
+    exponents of `by`, or of `base`.
     """
     if kind == "whole":
         return x
@@ -49,7 +49,7 @@ def residual(
 def apply_residual(
     kind: Kind, r: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
 ) -> Tensor:
-    """Return the tensor of which `r` is the residual."""
+    """Return the tensor with the residual `r` against `base`."""
     if kind == "whole":
         return r
     if kind == "difference":
@@ -61,7 +61,7 @@ def apply_residual(
 def choose_residual(
     x: Tensor, base: Tensor, cost: Cost, *, by: Tensor | None = None, each: Each = serially
 ) -> tuple[Kind, Tensor]:
-    """Return the kind of residual that costs least, and the residual."""
+    """Return the cheapest kind of residual, and the residual."""
     best: tuple[Kind, Tensor] = ("whole", x)
     least = cost(x)
     for kind in applicable_kinds(Spec.of(x)):
@@ -72,7 +72,7 @@ def choose_residual(
 
 
 def applicable_kinds(spec: Spec) -> Iterator[Kind]:
-    """Yield the kinds, besides `whole`, that there are of such tensors."""
+    """Yield the kinds that apply to such tensors, besides `whole`."""
     plain = not spec.dtype.is_complex and spec.dtype not in QUANTIZED_DTYPES
     if plain and spec.numel and spec.dtype.itemsize in _UNSIGNED:
         yield "difference"
@@ -81,29 +81,29 @@ def applicable_kinds(spec: Spec) -> Iterator[Kind]:
 
 
 def difference(x: Tensor, base: Tensor, each: Each = serially) -> Tensor:
-    """Return how `x` differs from `base`, as integers: 0 where equal, small where close."""
-    return _subtract(x, base, _order(x.dtype), each)
+    """Return the difference of `x` and `base` as unsigned integers: 0 if equal, small if close."""
+    return _subtract(x, base, _find_order(x.dtype), each)
 
 
 def add_difference(d: Tensor, base: Tensor, each: Each = serially) -> Tensor:
-    """Return the tensor whose difference from `base` is `d`."""
-    return _add(d, base, _order(base.dtype), each)
+    """Return the tensor with the difference `d` from `base`."""
+    return _add(d, base, _find_order(base.dtype), each)
 
 
 def group_bytes(x: Tensor, by: Tensor) -> Tensor:
-    """Return the items of `x`, flat, sorted by the exponents of the floats of `by`.
+    """Return the items of `x`, flat, sorted by the exponents of the floats in `by`.
 
-    Both have as many items, of the same width.
+    Both have the same number of items, of the same width.
     """
-    return _reordered(_core.group, x, by)
+    return _reorder(_core.group, x, by)
 
 
 def ungroup_bytes(x: Tensor, by: Tensor) -> Tensor:
-    """Return the items of `x`, flat, in the order that they had before `grouped`."""
-    return _reordered(_core.ungroup, x, by)
+    """Return the items of `x`, flat, in their order before `group_bytes`."""
+    return _reorder(_core.ungroup, x, by)
 
 
-def _order(dtype: torch.dtype) -> _core.Order:
+def _find_order(dtype: torch.dtype) -> _core.Order:
     return _core.Order.FLOATS if dtype.is_floating_point else _core.Order.INTEGERS
 
 
@@ -112,16 +112,16 @@ def _unsigned(spec: Spec) -> Spec:
 
 
 def _subtract(x: Tensor, base: Tensor, order: _core.Order, each: Each) -> Tensor:
-    return _by_chunks(_core.difference, x, base, _unsigned(Spec.of(x)), order, each)
+    return _process_chunks(_core.difference, x, base, _unsigned(Spec.of(x)), order, each)
 
 
 def _add(d: Tensor, base: Tensor, order: _core.Order, each: Each) -> Tensor:
     if Spec.of(d) != _unsigned(Spec.of(base)):
-        raise CorruptFileError(f"a difference of {d.dtype} {tuple(d.shape)} does not fit its base")
-    return _by_chunks(_core.add_difference, d, base, Spec.of(base), order, each)
+        raise CorruptFileError(f"difference of {d.dtype} {tuple(d.shape)} does not fit its base")
+    return _process_chunks(_core.add_difference, d, base, Spec.of(base), order, each)
 
 
-def _by_chunks(
+def _process_chunks(
     work: Callable[[Tensor, Tensor, int, _core.Order, Tensor], None],
     first: Tensor,
     base: Tensor,
@@ -132,15 +132,15 @@ def _by_chunks(
     out = allocate(like)
     arrays = [as_bytes(x) for x in (first, base, out)]
 
-    def one(i: int) -> None:
+    def process_chunk(i: int) -> None:
         a, b, c = (array[i * _CHUNK : (i + 1) * _CHUNK] for array in arrays)
         work(a, b, like.dtype.itemsize, order, c)
 
-    each(one, ceil_div(like.nbytes, _CHUNK))
+    each(process_chunk, ceil_div(like.nbytes, _CHUNK))
     return out
 
 
-def _reordered(
+def _reorder(
     work: Callable[[Tensor, Tensor, int, int, Tensor], None], x: Tensor, by: Tensor
 ) -> Tensor:
     if (

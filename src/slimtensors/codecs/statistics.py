@@ -1,80 +1,61 @@
-"""Statistics of tensors: zeros, sparsity patterns, order-0 entropy."""
+"""Statistics of tensors: sparsity, sparsity patterns, order-0 entropy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from slimtensors import _core
-from slimtensors.codecs import bitmask24
 from slimtensors.codecs.bitmask import Bitmask
-from slimtensors.errors import ConfigError
-from slimtensors.parallel import serially
-from slimtensors.tensor import as_bytes
+from slimtensors.codecs.bitmask24 import is_24
+from slimtensors.tensor import Zeros, as_bytes, count_zeros, has_signed_zero
 
-_SIGNED_ZERO = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-"""Where the top bit alone means -0.0; in other dtypes it means a number or NaN."""
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """How many items of a tensor are zero."""
-
-    items: int
-    zero: int
-    """Items whose bits are all zero."""
-    negative: int
-    """Floats that are -0.0: zero to arithmetic, but not to a lossless codec."""
-
-
-def count_zeros(x: Tensor) -> Zeros:
-    """Count the zeros of a tensor in main memory."""
-    zero, negative = _core.count_zeros(as_bytes(x), x.element_size())
-    return Zeros(x.numel(), zero, negative if x.dtype in _SIGNED_ZERO else 0)
-
+__all__ = [
+    "Sparsity",
+    "Zeros",
+    "count_zeros",
+    "is_24",
+    "merge",
+    "merge_rows",
+    "order0",
+    "sparsity_of",
+    "sparsity_of_rows",
+]
 
 GROUPS = (4, 8, 16, 32)
-"""Sizes of groups in which we look for a structure."""
+"""Group sizes of the sparsity patterns that are detected."""
 
 _SPARSE = 0.05
-"""The share of zeros from which on a tensor is sparse."""
+"""Fraction of zeros above which a tensor counts as sparse."""
 _FILLED = 0.75
-"""How full the groups of a structured tensor are at least, of what the structure allows: few random
-zeros leave any group full, and many leave every group nearly empty."""
+"""Minimum fill of the groups, relative to the pattern. With few random zeros some group is full,
+and with many all groups are nearly empty: neither is a pattern."""
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """How sparse a tensor or a whole model is, and in which groups."""
+    """Sparsity of a tensor or of a model, and its pattern."""
 
     items: int = 0
     zero: int = 0
-    """Items that are 0.0 or -0.0."""
+    """Items equal to 0.0 or -0.0."""
     kept: int = 0
-    """Nonzero items of matrices that are sparse at all."""
+    """Nonzero items of the sparse matrices."""
     places: int = 0
-    """All items of these matrices."""
+    """All items of the sparse matrices."""
     peaks: dict[int, int] = field(default_factory=dict)
-    """The most nonzero items in any group of these matrices, where rows are whole groups."""
+    """Group size -> maximum number of nonzero items in a group, if rows consist of whole groups."""
 
     @property
     def share(self) -> float:
-        """The fraction of items that is zero."""
+        """The fraction of zeros."""
         return self.zero / self.items if self.items else 0.0
 
     @property
     def structure(self) -> str:
-        """`2:4` and the like, where at most so many of so many neighbours are kept."""
+        """The pattern, such as `2:4` (at most two of four neighbours are nonzero)."""
         for group, most in sorted(self.peaks.items()):
             if 0 < most < group and self.kept >= _FILLED * self.places * most / group:
                 return f"{most}:{group}"
@@ -82,7 +63,7 @@ class Sparsity:
 
 
 def sparsity_of(x: Tensor) -> Sparsity:
-    """Measure a tensor in main memory."""
+    """Return the sparsity of a tensor in main memory."""
     zero = _zeros_of_both_signs(x)
     if x.dim() < 2 or zero < _SPARSE * x.numel():
         return Sparsity(x.numel(), zero)
@@ -90,7 +71,7 @@ def sparsity_of(x: Tensor) -> Sparsity:
 
 
 def sparsity_of_rows(x: Tensor) -> Sparsity:
-    """Measure some rows of a matrix, which may be sparse even where these are not."""
+    """Return the sparsity of rows, without deciding whether their matrix is sparse."""
     return _in_groups(x, _zeros_of_both_signs(x))
 
 
@@ -100,21 +81,20 @@ def _zeros_of_both_signs(x: Tensor) -> int:
 
 
 def _in_groups(x: Tensor, zero: int) -> Sparsity:
-    signed = x.dtype in _SIGNED_ZERO
-    found = _core.group_peaks(as_bytes(x), x.element_size(), signed)
+    found = _core.group_peaks(as_bytes(x), x.element_size(), has_signed_zero(x.dtype))
     peaks = {n: most for n, most in zip(GROUPS, found, strict=True) if x.shape[-1] % n == 0}
     return Sparsity(x.numel(), zero, x.numel() - zero, x.numel(), peaks)
 
 
-def stacked(rows: Iterable[Sparsity]) -> Sparsity:
-    """Return what `sparsity_of` would say of a matrix whose rows were measured piece by piece."""
-    whole = combined(rows)
+def merge_rows(rows: Iterable[Sparsity]) -> Sparsity:
+    """Return the sparsity of a matrix from the results of `sparsity_of_rows`."""
+    whole = merge(rows)
     return whole if whole.zero >= _SPARSE * whole.items else Sparsity(whole.items, whole.zero)
 
 
-def combined(found: Iterable[Sparsity]) -> Sparsity:
-    """Return the sparsity of all tensors together; a structure is one that all sparse ones have."""
-    every = list(found)
+def merge(parts: Iterable[Sparsity]) -> Sparsity:
+    """Return the overall sparsity of several tensors; the pattern is common to all sparse ones."""
+    every = list(parts)
     sparse = [one for one in every if one.places]
     common = set(GROUPS).intersection(*(one.peaks for one in sparse)) if sparse else set()
     return Sparsity(
@@ -126,33 +106,16 @@ def combined(found: Iterable[Sparsity]) -> Sparsity:
     )
 
 
-def is_24(x: Tensor) -> bool:
-    """Tell whether every four neighbours in a row have at most two nonzero items."""
-    if x.dim() == 0 or x.shape[-1] % 4:
-        return False
-    items, itemsize = as_bytes(x), x.element_size()
-    # The first few already tell for most tensors that are not.
-    return _fits(items[: itemsize << 14], itemsize) and _fits(items, itemsize)
-
-
-def _fits(items: Tensor, itemsize: int) -> bool:
-    try:
-        bitmask24.select_mask(items, itemsize, items.numel() // itemsize, serially)
-    except ConfigError:
-        return False
-    return True
-
-
-_NOT_WORTHWHILE = 7.9
-"""Bits above which a byte of the mantissa counts as random."""
+_RANDOM = 7.9
+"""Entropy in bits above which a mantissa byte counts as random."""
 
 
 def order0(x: Tensor) -> float:
     """Return the order-0 entropy of a tensor in main memory, in bits.
 
-    The bytes of integers count each for itself; of floats only the exponents, and mantissas as
-    they are unless they have a pattern. Where that is less, zeros count as a mask. It is a bound
-    for codes that treat all items alike; who finds rows or regions that differ needs less.
+    Integers count by byte. Of floats, exponents count by their entropy, and mantissas by their
+    size unless they have a pattern. Zeros count as a mask if that is less. It is a lower bound for
+    codes with one model for all items; codes that model rows or regions may need less.
     """
     bits = _planes(x)
     zero = _core.count_zeros(as_bytes(x), x.element_size())[0]
@@ -163,7 +126,7 @@ def order0(x: Tensor) -> float:
 
 
 def _planes(x: Tensor) -> float:
-    """Return the sum of the entropies of the lowest bytes of all items, the next ones, …."""
+    """Return the sum of the entropies of the byte planes."""
     itemsize = x.element_size() // 2 if x.is_complex() else x.element_size()
     is_rotated = (x.is_floating_point() or x.is_complex()) and itemsize > 1
     counts = np.empty((itemsize, 256), np.uint64)
@@ -172,7 +135,7 @@ def _planes(x: Tensor) -> float:
     total = 0.0
     for plane in counts:
         bits = _entropy(plane)
-        total += 8 * items if is_rotated and bits > _NOT_WORTHWHILE * items else bits
+        total += 8 * items if is_rotated and bits > _RANDOM * items else bits
     return total
 
 

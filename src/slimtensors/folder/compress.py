@@ -11,8 +11,8 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.dialects import VERSION
 from slimtensors.archive.summary import Summary
 from slimtensors.codecs import presets
-from slimtensors.codecs.presets import Choice, Chooser, Rule
-from slimtensors.codecs.statistics import Sparsity, combined, sparsity_of
+from slimtensors.codecs.presets import Choice, Chooser, StatsRule
+from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig
 from slimtensors.folder.job import job_of, make_folder
@@ -79,9 +79,9 @@ def compress_folder(
     preset = presets.default(dialect) if preset is None else preset
     choose = measuring(restrict_to(presets.find(preset), keep), found)
     where = locate(source, storage_options=storage_options)
-    rules = presets.RULES if dialect == "slim" and isinstance(preset, str) else {}
+    rules = presets.STATS_RULES if dialect == "slim" and isinstance(preset, str) else {}
 
-    def rule(name: str) -> Rule | None:
+    def rule(name: str) -> StatsRule | None:
         return rules.get(str(preset)) if keep(name) else None
 
     with Archive(source, storage_options=storage_options) as archive:
@@ -180,7 +180,7 @@ def described(
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
     if not codecs:
         return config
-    overall = combined(found.values())
+    overall = merge(found.values())
     kinds = {codec.partition("(")[0] for codec in codecs}
     share = round(overall.share, 4)
     sparsity = (

@@ -15,7 +15,7 @@ from slimtensors.archive.dialects import VERSION
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Huffman, presets
-from slimtensors.codecs.plan import Encoded, Plan, decode, plain_parts
+from slimtensors.codecs.plan import Encoded, Plan, decode, decode_parts
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import ConfigError, CorruptFileError, SlimError
 from slimtensors.folder.compress import (
@@ -283,7 +283,7 @@ def _to_compressed_tensors(
         encoded = archive.encoded(name, each) if name in codecs else None
         if encoded is None:
             return archive.load_one(name, each)
-        codes, params = codecs[name].parsed(plain_parts(encoded, each), encoded.spec.shape[-1])
+        codes, params = codecs[name].parsed(decode_parts(encoded, each), encoded.spec.shape[-1])
         return Quantized(codecs[name].args).encoded(codes, params, encoded.spec.dtype)
 
     def item(name: str) -> TensorSource:

@@ -15,16 +15,15 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.write import ArchiveSource, TensorSource, Written, as_source, write_out
-from slimtensors.codecs import Divisible
+from slimtensors.codecs import Sliceable
 from slimtensors.codecs.plan import Encoded, Plan, decode, encode
-from slimtensors.codecs.presets import Choice, Chooser, Rule, Seen
-from slimtensors.codecs.protocol import concatenate as laid_end_to_end
-from slimtensors.codecs.statistics import Sparsity, Zeros, sparsity_of_rows, stacked
+from slimtensors.codecs.presets import Choice, Chooser, StatsRule, TensorStats
+from slimtensors.codecs.statistics import Sparsity, merge_rows, sparsity_of_rows
 from slimtensors.errors import CorruptFileError
 from slimtensors.folder.processes import LEAST, File, ProcessGroup, SingleProcess, Task
 from slimtensors.parallel import Each
 from slimtensors.storage import INDEX, Location, StoredFile, TensorBytes, weight_files
-from slimtensors.tensor import Json, Spec, as_bytes
+from slimtensors.tensor import Json, Spec, Zeros, as_bytes, concatenate
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,16 @@ class Rows:
     is_24: bool
 
     @classmethod
-    def of(cls, seen: Seen) -> "Rows":
+    def of(cls, seen: TensorStats) -> "Rows":
         """Note what was seen."""
         zeros = seen.zeros
         return cls(zeros.zero, zeros.negative, 2 * zeros.zero >= zeros.items and seen.is_24())
 
 
-def seen(spec: Spec, rows: Sequence[Rows]) -> Seen:
+def seen(spec: Spec, rows: Sequence[Rows]) -> TensorStats:
     """Return what would have been seen of a whole tensor."""
     zeros = Zeros(spec.numel, sum(r.zero for r in rows), sum(r.negative for r in rows))
-    return Seen(spec, zeros, lambda: all(r.is_24 for r in rows))
+    return TensorStats(spec, zeros, lambda: all(r.is_24 for r in rows))
 
 
 @dataclass(frozen=True)
@@ -157,21 +156,21 @@ def some_rows(archive: Archive, item: TensorSource, begin: int, end: int) -> Ten
 class Noting:
     """Chooses how to store rows as if they were all, and notes what was seen of them."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: StatsRule) -> None:
         self._rule = rule
         self.rows: dict[str, Rows] = {}
         self.sparsity: dict[str, Sparsity] = {}
 
     def __call__(self, name: str, x: Tensor) -> Choice:
         """Choose."""
-        seen = Seen.of(x)
+        seen = TensorStats.of(x)
         self.rows[name], self.sparsity[name] = Rows.of(seen), sparsity_of_rows(x)
         return self._rule(seen)
 
 
 def whole(
     item: TensorSource,
-    rule: Rule,
+    rule: StatsRule,
     rows: Sequence[Rows],
     parts: Sequence[Archive],
     notes: dict[str, str],
@@ -214,7 +213,7 @@ def joined(plan: Plan, pieces: Sequence[Tensor | Encoded], each: Each) -> Encode
 
 def _are_chunks(plan: Plan, pieces: Sequence[Tensor | Encoded]) -> bool:
     codec = plan.codec
-    if not isinstance(codec, Divisible):
+    if not isinstance(codec, Sliceable):
         return False
     steps = [_spec(piece).numel % codec.step(_spec(piece)) for piece in pieces[:-1]]
     return not any(steps) and all(
@@ -232,7 +231,7 @@ def _stacked_spec(specs: Sequence[Spec]) -> Spec:
 
 def _stacked(pieces: Sequence[Tensor]) -> Tensor:
     spec = _stacked_spec([Spec.of(piece) for piece in pieces])
-    return laid_end_to_end([as_bytes(piece) for piece in pieces]).view(spec.dtype).view(spec.shape)
+    return concatenate([as_bytes(piece) for piece in pieces]).view(spec.dtype).view(spec.shape)
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ class WeightOptions:
     """By default, files are as they were."""
     threads: int | None = None
     progress: Progress | None = None
-    rule: Callable[[str], Rule | None] = lambda name: None
+    rule: Callable[[str], StatsRule | None] = lambda name: None
     """The rule by which a tensor, by its name, may be stored in pieces; none if it may not be."""
     found: dict[str, Sparsity] = field(default_factory=dict)
     """Where `choose` notes how sparse tensors are."""
@@ -329,7 +328,7 @@ class Weights:
             self.how.found.update(part.record.sparsity)
         for name, rows in cut.items():
             items[name] = self._whole(items[name], rows, notes)
-            self.how.found[name] = stacked(part.record.sparsity[name] for part in rows)
+            self.how.found[name] = merge_rows(part.record.sparsity[name] for part in rows)
         state = replace(state, items=[items[item.name] for item in state.items])
         record = self._write(state, key, folder, lambda nbytes: self.how.ranks.advance())
         noted = [replace(t, note=notes.get(t.name, t.note)) for t in record.stored]

@@ -10,7 +10,7 @@ from torch import Tensor
 from slimtensors.archive.dialects.compressed_tensors import CodecPacker, register_packer
 from slimtensors.archive.dialects.member import PackedTensor, plain_tensor_bytes
 from slimtensors.codecs import register
-from slimtensors.codecs.plan import Encoded, Plan, encode, plain_parts, relative_error
+from slimtensors.codecs.plan import Encoded, Plan, decode_parts, encode, relative_error
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import formats, kernels
@@ -52,22 +52,14 @@ class Quantized:
         """Return the codec that packs codes only where a byte holds whole ones, to be coded."""
         return cls(args, packed=args.num_bits in (1, 2, 4))
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `q` (codes), `scale`, and `zero_point` or `global_scale` where there is one."""
-        return self.encode_each(x, serially)
-
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
-        """Multiply back."""
-        return self.decode_each(parts, like, serially)
-
-    def encode_each(self, x: Tensor, each: Each) -> Parts:
-        """Find the params, then round some rows at a time."""
         args = self.arguments
         params = find_params(x, args, each=each)
         return self._parts(kernels.compress(x, params, args, self._kind, each), params)
 
-    def decode_each(self, parts: Parts, like: Spec, each: Each) -> Tensor:
-        """Multiply some rows at a time."""
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
+        """Multiply the codes by their scales."""
         args, codes = self.arguments, parts["q"]
         self._check(codes, parts, like)
         params = Params(
@@ -174,7 +166,7 @@ def pack_quantized(name: str, x: Tensor, codec: Quantized, each: Each) -> Packed
 
 def pack_encoded_quantized(name: str, x: Encoded, codec: Quantized, each: Each) -> PackedTensor:
     """Return what is stored of a weight that was rounded before."""
-    codes, params = codec.parsed(plain_parts(x, each), x.spec.shape[-1])
+    codes, params = codec.parsed(decode_parts(x, each), x.spec.shape[-1])
     parts = formats.find(format_of(codec)).store(codes, params, codec.arguments)
     return _packed(name, parts, codec, None, each)
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from slimtensors import codecs
 from slimtensors.codecs import presets
-from slimtensors.codecs.plan import Encoded, Plan, decode, decode_into, encode, plain_parts
+from slimtensors.codecs.plan import Encoded, Plan, decode, decode_into, decode_parts, encode
 from slimtensors.codecs.presets import Choice
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.runtime.compressed import CompressedTensor
@@ -107,12 +107,12 @@ class CodedTensor(CompressedTensor):
     def rows(self, index: slice | Tensor) -> Tensor:
         """Return dense rows, decoding only the chunks of a few."""
         held = self.encoded()
-        if isinstance(index, slice) or not isinstance(held.codec, codecs.Ranged):
+        if isinstance(index, slice) or not isinstance(held.codec, codecs.RandomAccess):
             return self.dequantize()[index]
         found, places = torch.unique(index, return_inverse=True)
         if len(found) * _RUN > self.numel():
             return self.dequantize()[index]
-        width, parts = self.shape[-1], plain_parts(held)
+        width, parts = self.shape[-1], decode_parts(held)
         runs = [(row * width, (row + 1) * width) for row in found.tolist()]
         some = [held.codec.decode_range(parts, held.spec, *run) for run in runs]
         return torch.stack(some)[places].to(self.device, self.dtype)
@@ -209,7 +209,7 @@ class _Piece:
     rows: slice
     device: torch.device
     dtype: torch.dtype
-    again: codecs.Cut | None
+    again: codecs.Huffman | None
     """What decodes the rows without comparing checksums, if that was done before."""
 
     def decode(self, room: Tensor, threads: int = 1) -> Tensor:
@@ -218,7 +218,7 @@ class _Piece:
         out = room[: spec.nbytes].view(spec.dtype).view(spec.shape)
         if self.again is None:
             return decode_into(self.held, out).to(self.device, self.dtype)
-        self.again.decode_again(plain_parts(self.held), out, threads)
+        self.again.decode_unchecked(decode_parts(self.held), out, threads)
         return out.to(self.device, self.dtype)
 
 
@@ -260,14 +260,14 @@ def _cut_anew(weight: CodedTensor, nbytes: int, *, was_decoded: bool) -> list[_P
     parts: Sequence[Mapping[str, Tensor | Encoded]] = [held.parts]
     every = max(count, 1)
     again = None
-    if isinstance(codec, codecs.Cut) and spec.numel and weight.device.type == "cpu":
+    if isinstance(codec, codecs.Huffman) and spec.numel and weight.device.type == "cpu":
         step = codec.step(spec)
         least = step // gcd(step, columns)  # rows that are whole chunks
         some = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
         threads = torch.get_num_threads()
         if some < count and _rows_stand_alone(weight.dtype, some, columns, threads):
             every = some
-        parts = codec.cut(plain_parts(held), spec, ceil_div(every * columns, step) * step)
+        parts = codec.split_parts(decode_parts(held), spec, ceil_div(every * columns, step) * step)
         again = codec if was_decoded else None
     pieces = []
     for first, held_rows in zip(range(0, max(count, 1), every), parts, strict=True):

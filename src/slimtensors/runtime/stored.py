@@ -10,7 +10,7 @@ from torch import Tensor
 from slimtensors.archive.read import register_runtime
 from slimtensors.archive.write import TensorKind, register_tensor_kind
 from slimtensors.codecs import Bitmask, Dense, Int, register
-from slimtensors.codecs.plan import Encoded, decode, plain_parts
+from slimtensors.codecs.plan import Encoded, decode, decode_parts
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import formats, kernels
@@ -38,11 +38,11 @@ class DynamicInputs:
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", QuantizationArgs.from_dict(self.args).to_dict())
 
-    def encode(self, x: Tensor) -> Parts:
+    def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `weight`."""
         return {"weight": Dense().decode(Dense().encode(x), Spec.of(x))}
 
-    def decode(self, parts: Parts, like: Spec) -> Tensor:
+    def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
         """Return the weight."""
         if Spec.of(parts["weight"]) != like:
             raise CorruptFileError(f"a weight of {Spec.of(parts['weight'])} for a tensor of {like}")
@@ -132,7 +132,7 @@ def _plain(part: Tensor | Encoded, each: Each) -> Tensor:
 
 
 def _sparse(x: Encoded, each: Each) -> CompressedTensor:
-    parts = plain_parts(x, each)
+    parts = decode_parts(x, each)
     zeros = x.spec.numel - parts["values"].numel()
     if x.spec.dtype in KERNEL_FLOATS and is_mostly_zero(zeros, x.spec.numel):
         return CsrTensor.of(Bitmask().decode(parts, x.spec))
@@ -143,7 +143,7 @@ def _sparse(x: Encoded, each: Each) -> CompressedTensor:
 
 def _rounded(x: Encoded, each: Each) -> QuantizedTensor | None:
     assert isinstance(x.codec, Int)
-    parts = plain_parts(x, each)
+    parts = decode_parts(x, each)
     scale = parts["scale"]
     args = QuantizationArgs(x.codec.bits, group_size=-1 if x.codec.per_row else None)
     params = Params(scale.view(-1, 1) if x.codec.per_row else scale)

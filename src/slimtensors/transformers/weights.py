@@ -14,7 +14,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from slimtensors.archive import Archive
 from slimtensors.archive.write import TensorSource
-from slimtensors.codecs.statistics import Sparsity, combined, sparsity_of
+from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, MismatchError, SlimError
 from slimtensors.folder.config_json import read_config
 from slimtensors.parallel import Each, Workers
@@ -74,7 +74,7 @@ def measured_weights(model: nn.Module) -> Sparsity:
             list(_weights(model)),
             lambda pair: pair[1].nbytes,
         )
-        return combined(results)
+        return merge(results)
 
 
 def same_weights(a: Tensor, b: Tensor) -> bool:

@@ -31,9 +31,9 @@ from slimtensors.codecs.plan import (
     describe,
     encode_measured,
     max_decoded,
-    plan_of,
+    parse_plan,
+    parse_sizes,
     rebuild,
-    sizes_of,
 )
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.parallel import Each
@@ -69,8 +69,8 @@ class BlobMember:
         header = self._header()
         error = header.get("error")
         measured = float(error) if isinstance(error, int | float) else None
-        parts = _with_header(sizes_of(header), self.stored_bytes)
-        return TensorInfo(Spec.from_json(header), plan_of(header), parts, measured)
+        parts = _with_header(parse_sizes(header), self.stored_bytes)
+        return TensorInfo(Spec.from_json(header), parse_plan(header), parts, measured)
 
     def load(self, each: Each) -> Tensor:
         """Check and decode the blob."""
