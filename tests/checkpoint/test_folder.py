@@ -38,7 +38,7 @@ def test_a_folder_holds_tensors_and_readable_json(tmp_path, state):
 def test_an_empty_folder_is_taken_and_another_one_refused(tmp_path, state):
     (tmp_path / "empty").mkdir()
     save_checkpoint(state, tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"empty: holds .*; a checkpoint is never written over"):
+    with pytest.raises(ConfigError, match=r"empty: already exists and is not empty"):
         save_checkpoint(state, tmp_path / "empty")
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):

@@ -137,7 +137,7 @@ def test_a_model_without_weights_is_refused_in_one_line(tmp_path, capsys):
     write_folder(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
     assert run("--model", tmp_path / "m", "-o", tmp_path / "out") == 3
-    assert "no safetensors files here" in one_line(capsys)
+    assert "no safetensors files found" in one_line(capsys)
     (tmp_path / "m" / "model.safetensors").write_text("nonsense")
     assert run("--model", tmp_path / "m", "-o", tmp_path / "out") == 3
     assert "model.safetensors" in one_line(capsys)

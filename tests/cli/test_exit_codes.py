@@ -51,7 +51,7 @@ def test_1_is_an_answer_of_no(saved, tmp_path, capsys):
     [
         (["--preset", "spars"], "unknown preset 'spars'; did you mean 'sparse'?"),
         (["--dialect", "slimm"], "unknown dialect 'slimm'; did you mean 'slim'?"),
-        (["--max-shard-size", "5XB"], "not a size: '5XB'"),
+        (["--max-shard-size", "5XB"], "invalid size '5XB'"),
         (["-T", "0"], "threads must be at least 1, got 0"),
     ],
 )
@@ -177,4 +177,4 @@ def test_3_is_a_folder_of_pickles(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     torch.save({"x": torch.ones(3)}, tmp_path / "model" / "pytorch_model.bin")
     assert run("compress", tmp_path / "model", "-o", tmp_path / "y") == 3
-    assert "no safetensors files here; it holds pytorch_model.bin" in one_line(capsys)
+    assert "no safetensors files found; the folder contains pytorch_model.bin" in one_line(capsys)

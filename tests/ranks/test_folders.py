@@ -52,7 +52,7 @@ def test_only_the_model_goes_into_a_folder(tmp_path):
     assert same_tensors(slimtensors.load(tmp_path / "hf"), state()["model"])
     with pytest.raises(ConfigError, match="no tensors under 'modle', but model, optim"):
         consolidate(tmp_path / "a", tmp_path / "none", key="modle")
-    with pytest.raises(ConfigError, match="never written over"):
+    with pytest.raises(ConfigError, match="already exists and is not empty"):
         consolidate(tmp_path / "a", tmp_path / "hf")
 
 
@@ -98,7 +98,7 @@ def test_a_coded_folder_says_so_in_its_config(model, tmp_path):
 def test_a_single_file_can_be_distributed_over_an_older_checkpoint(model, tmp_path):
     save_file(model, tmp_path / "model.safetensors")
     save(state(), tmp_path / "a")
-    with pytest.raises(ConfigError, match="never written over"):
+    with pytest.raises(ConfigError, match="already exists and is not empty"):
         distribute(tmp_path / "model.safetensors", tmp_path / "a")
     distribute(tmp_path / "model.safetensors", tmp_path / "a", overwrite=True)
     assert same_tensors(load(tmp_path / "a", {"model": model})["model"], model)

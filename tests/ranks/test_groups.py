@@ -113,7 +113,7 @@ def test_what_is_saved_on_the_side_is_the_state_of_the_call(two):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("exists", "a checkpoint is never written over"),
+        ("exists", "already exists and is not empty"),
         ("burnt", "the disk is on fire"),
         ("versions", "rank 1 has format 2, rank 0 has 1"),
         ("presets", "rank 1 has preset 'lossless', rank 0 has 'lossless-max'"),

@@ -189,7 +189,7 @@ def test_another_dtype_is_cast_as_torch_does(runs):
 
 def test_an_existing_checkpoint_is_refused_or_replaced_whole(tmp_path):
     save(state(), tmp_path / "a")
-    with pytest.raises(CheckpointException, match="never written over"):
+    with pytest.raises(CheckpointException, match="already exists and is not empty"):
         save(state(1), tmp_path / "a")
     assert same_states(load(tmp_path / "a", state()), state())
     save(state(1), tmp_path / "a", overwrite=True)
@@ -333,7 +333,7 @@ def test_a_place_can_be_given_late(tmp_path):
 
 @pytest.mark.parametrize("kind", [StorageReader, StorageWriter])
 def test_a_url_is_refused_at_once(kind):
-    with pytest.raises(ConfigError, match="s3://a: is a URL; this takes only files and folders"):
+    with pytest.raises(ConfigError, match="s3://a: is a URL; only local files and folders"):
         kind("s3://a")
     with pytest.raises(ConfigError, match="s3://a: is a URL"):
         kind().reset("s3://a")

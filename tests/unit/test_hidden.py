@@ -14,8 +14,8 @@ from slimtensors.storage import remove_leftovers, replace_folder, temporary_fold
 from slimtensors.storage.atomic import (
     REPLACED_SUFFIX,
     TEMPORARY_SUFFIX,
+    create_folder,
     create_temporary,
-    replace_with_folder,
 )
 
 REPLACE = """
@@ -44,7 +44,7 @@ def replace(target, number):
         return trace
 
     sys.settrace(lambda frame, event, arg: trace if frame.f_code.co_filename in OURS else None)
-    with atomic.replace_with_folder(target, replace=True) as folder:
+    with atomic.create_folder(target, replace=True) as folder:
         write(folder, "new")
     os._exit(0)
 
@@ -66,7 +66,7 @@ while killed:
         (kept,) = folder.glob(".model.*.slimtensors-old")
         found = f"{which(kept)}, hidden"
     for _ in range(2 if "hidden" in found else 1):  # as long as it has no name, the old one stays
-        with atomic.replace_with_folder(target, replace=True) as made:
+        with atomic.create_folder(target, replace=True) as made:
             write(made, "newer")
     assert which(target) == "newer", number
     assert [path.name for path in folder.iterdir()] == ["model"], number
@@ -114,8 +114,8 @@ def test_what_has_a_writer_stays_and_what_has_none_goes(tmp_path):
 def test_what_another_machine_has_made_stays(tmp_path, monkeypatch):
     left = temporary_name(tmp_path / "x")
     left.mkdir()
-    monkeypatch.setattr("slimtensors.storage.atomic._here", lambda: "01234567")
-    with replace_with_folder(tmp_path / "x", replace=False):
+    monkeypatch.setattr("slimtensors.storage.atomic._machine_id", lambda: "01234567")
+    with create_folder(tmp_path / "x", replace=False):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"x", left.name}
 
@@ -158,9 +158,9 @@ def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
     old.mkdir()
     remove_leftovers(tmp_path / "x")
     assert old.exists()
-    with replace_with_folder(tmp_path / "x", replace=False):
+    with create_folder(tmp_path / "x", replace=False):
         pass
-    with replace_with_folder(tmp_path / "x", replace=True):
+    with create_folder(tmp_path / "x", replace=True):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 

@@ -54,7 +54,7 @@ from slimtensors.errors import (
 )
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
-from slimtensors.storage.atomic import create_folder, write_file
+from slimtensors.storage.atomic import create_folder, write_file_atomically
 from slimtensors.tensor import Json, Spec
 
 
@@ -373,7 +373,7 @@ def _save(
             errors={**measured, **how.errors},
         )
         for name, raw in how.files.items():
-            write_file(folder / name, raw)
+            write_file_atomically(folder / name, raw)
         write_manifest(folder, manifest)
     exact = (t for t in summary.tensors if t.name in how.rounded and t.error is None)
     kept_exact = {**{t.name: t.note for t in exact}, **how.kept_exact}

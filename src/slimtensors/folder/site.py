@@ -21,7 +21,12 @@ from slimtensors.storage import (
     remove_leftovers,
     temporary_folder,
 )
-from slimtensors.storage.atomic import check_replaceable, lock_folder, move_into_place
+from slimtensors.storage.atomic import (
+    check_replaceable,
+    commit_folder,
+    lock_folder,
+    write_file_atomically,
+)
 from slimtensors.tensor import Json
 
 Kind = Literal["files", "parts"]
@@ -144,9 +149,7 @@ class LocalSite:
             record = record.sealed({file: _seal(folder / file) for file in record.files})
         path = self._record(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.slimtensors-tmp")
-        temporary.write_text(record.to_text(), encoding="utf-8")
-        temporary.replace(path)
+        write_file_atomically(path, record.to_text().encode())
         return record
 
     def place(self, kind: Kind, file: str) -> Location:  # noqa: D102
@@ -160,13 +163,10 @@ class LocalSite:
             path.write_bytes(original.read())
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
-        with self._file(name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_file_atomically(self._file(name), data)
 
     def commit(self) -> None:  # noqa: D102
-        move_into_place(self._work / "files", self._target)
+        commit_folder(self._work / "files", self._target, replace=self._replace)
         self.drop()
 
     def drop(self) -> None:  # noqa: D102
@@ -254,7 +254,7 @@ class RemoteSite:
         return str(self._target)
 
     def begin(self, job: Json | None) -> None:  # noqa: D102
-        if any(self._target.lies_in(_folder_of(source)) for source in self._sources):
+        if any(self._target.is_inside(_folder_of(source)) for source in self._sources):
             raise ConfigError(f"{self}: lies in the source's folder; name a place outside of it")
         if self._mark.exists():
             if not is_same(job, self._mark.read(), str(self), self._replace):
@@ -291,7 +291,7 @@ class RemoteSite:
         with tempfile.TemporaryDirectory(prefix="slimtensors-") as name:
             record = write(Path(name))
             for file in record.files:
-                self.place(kind, file).send(Path(name) / file)
+                self.place(kind, file).upload(Path(name) / file)
         record = record.sealed({file: self.place(kind, file).stamp() for file in record.files})
         self._record(kind, key).write(record.to_text().encode())
         return record
@@ -301,7 +301,7 @@ class RemoteSite:
 
     def copy(self, name: str, original: Location) -> None:  # noqa: D102
         if isinstance(original, LocalLocation):
-            self._target.child(name).send(original.path)
+            self._target.child(name).upload(original.path)
         else:
             self._target.child(name).write(original.read())
 
@@ -324,7 +324,7 @@ class RemoteSite:
             raise ConfigError(f"{self}: exists already; pass replace=True")
         if not self._target.is_folder():
             raise ConfigError(f"{self}: is a file, not a folder")
-        if any(self._target.holds(source) for source in self._sources):
+        if any(self._target.contains(source) for source in self._sources):
             raise ConfigError(f"{self}: holds the source and cannot be replaced")
         if not any(name.endswith(".safetensors") for name in self._target.walk()):
             raise ConfigError(f"{self}: holds files, but no model, and is not replaced")

@@ -14,7 +14,7 @@ from slimtensors.checkpoint.run import needed, next_base, saves_since_keyframe
 from slimtensors.checkpoint.store import FlatState, save_flat
 from slimtensors.errors import ConfigError
 from slimtensors.storage import local_path, replace_folder
-from slimtensors.storage.atomic import remove_folder, write_file
+from slimtensors.storage.atomic import remove_folder, write_file_atomically
 
 _UNWANTED = "unwanted"
 """A file in a checkpoint that was removed but is still needed."""
@@ -78,7 +78,7 @@ class SlimCheckpointIO(CheckpointIO):
         if not target.exists():
             return
         if not (target / _UNWANTED).exists():
-            write_file(target / _UNWANTED, b"")
+            write_file_atomically(target / _UNWANTED, b"")
         found = points(target.parent)
         unwanted = {point.name for point in found if (point.path / _UNWANTED).exists()}
         keep = needed((point.name for point in found if point.name not in unwanted), found)

@@ -2,11 +2,10 @@
 
 import html
 import json
-import os
 from importlib.resources import files
 
 from slimtensors.report.data import Report
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import StrPath, local_path, write_file_atomically
 
 _SCRIPTS = (
     "format",
@@ -42,17 +41,9 @@ def page(report: Report) -> str:
 
 
 def write_page(report: Report, path: StrPath) -> None:
-    """Write the HTML of a report to a file that appears whole or not at all."""
-    target = local_path(path)
-    temporary = target.with_name(f".{target.name}.slimtensors-tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(page(report).encode("utf-8", "replace"))  # names of files may be no text
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write the HTML of a report to a file that appears complete or not at all."""
+    # File names in the report need not be valid text.
+    write_file_atomically(local_path(path), page(report).encode("utf-8", "replace"))
 
 
 def _read(name: str) -> str:

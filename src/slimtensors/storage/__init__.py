@@ -1,4 +1,4 @@
-"""Safetensors files: header, reading, writing, shards."""
+"""Safetensors files: headers, reading, writing, locations, atomic replacement."""
 
 from slimtensors.storage.atomic import (
     TEMPORARY_SUFFIX,
@@ -7,6 +7,8 @@ from slimtensors.storage.atomic import (
     sync_folder,
     temporary_folder,
     temporary_name,
+    write_file_atomically,
+    write_json,
 )
 from slimtensors.storage.header import Header, HeaderEntry, check_name, has_code
 from slimtensors.storage.location import (
@@ -30,19 +32,18 @@ from slimtensors.storage.reader import (
     open_files,
     weight_files,
 )
-from slimtensors.storage.shards import (
+from slimtensors.storage.writer import (
+    ByteChunk,
     FileOutput,
     FolderOutput,
     Output,
     RemoteOutput,
+    TensorBytes,
+    find_model_files,
     note_parameters,
-    old_files,
     parse_size,
-    sending_folder,
     write_index,
-    write_json,
 )
-from slimtensors.storage.writer import ByteChunk, TensorBytes
 
 __all__ = [
     "DELTA",
@@ -65,23 +66,23 @@ __all__ = [
     "StrPath",
     "TensorBytes",
     "check_name",
+    "find_model_files",
     "has_code",
     "is_distributed",
     "is_inside",
     "local_path",
     "locate",
     "note_parameters",
-    "old_files",
     "open_file",
     "open_files",
     "parse_size",
     "remove_leftovers",
     "replace_folder",
-    "sending_folder",
     "sync_folder",
     "temporary_folder",
     "temporary_name",
     "weight_files",
+    "write_file_atomically",
     "write_index",
     "write_json",
 ]

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, where, and a few words about them."""
+"""The header of a safetensors file: tensors, their byte ranges, and metadata."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from slimtensors.errors import CorruptFileError, FormatError, UnsupportedTensorE
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 LIMIT = 100_000_000
-"""Bytes of the largest header that readers of this format accept."""
+"""Maximum size of a header that safetensors readers accept."""
 
 _CODES = {
     "BOOL": "bool",
@@ -42,13 +42,13 @@ _DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, name in _CODES.items() if hasattr(torch, name)
 }
 _TO_CODE = {dtype: code for code, dtype in _DTYPES.items()}
-_PAIR = _DTYPES.get("F4")
-"""Two numbers in an item: safetensors counts the numbers, torch the items."""
+_PACKED_PAIR = _DTYPES.get("F4")
+"""A dtype with two numbers per item: safetensors counts the numbers, torch the items."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One stored tensor: what it is, and where its bytes lie after the header."""
+    """A stored tensor: its spec, and its byte range after the header."""
 
     spec: Spec
     begin: int
@@ -57,7 +57,7 @@ class HeaderEntry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All entries of a file in the order it lists them, and its free text."""
+    """All entries of a file in the stored order, and its metadata."""
 
     entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
@@ -66,16 +66,16 @@ class Header:
 
 
 def has_code(spec: Spec) -> bool:
-    """Tell whether safetensors has a name for the dtype (and a way to say the shape)."""
-    return spec.dtype in _TO_CODE and not (spec.dtype == _PAIR and not spec.shape)
+    """Return True if safetensors supports the dtype and shape."""
+    return spec.dtype in _TO_CODE and not (spec.dtype == _PACKED_PAIR and not spec.shape)
 
 
 def table_text(entries: Mapping[str, HeaderEntry]) -> str:
-    """Return the part of a header that lists the tensors, up to its last brace."""
+    """Return the JSON text of the tensors, without the opening brace."""
     table = {
         name: {
             "dtype": _TO_CODE[entry.spec.dtype],
-            "shape": _numbers(entry.spec),
+            "shape": _stored_shape(entry.spec),
             "data_offsets": [entry.begin, entry.end],
         }
         for name, entry in entries.items()
@@ -84,103 +84,106 @@ def table_text(entries: Mapping[str, HeaderEntry]) -> str:
 
 
 def pack(table: str, metadata: Mapping[str, str], *, size: int = 0) -> bytes:
-    """Return the bytes of a header, filled with spaces to `size` bytes if it is shorter."""
-    words = json.dumps({"__metadata__": dict(metadata)}, separators=(",", ":"))
+    """Return the bytes of a header, padded with spaces to `size` bytes if it is shorter."""
+    start = json.dumps({"__metadata__": dict(metadata)}, separators=(",", ":"))
     comma = "," if len(table) > 1 else ""
-    text = (words[:-1] + comma + table).encode()
+    text = (start[:-1] + comma + table).encode()
     width = max(size - 8, math.ceil(len(text) / 8) * 8)
     if width > LIMIT:
-        raise FormatError(f"a header of {width} bytes; readers accept {LIMIT}: use more shards")
+        raise FormatError(f"header of {width} bytes exceeds the limit of {LIMIT}; use more shards")
     return struct.pack("<Q", width) + text.ljust(width)
 
 
 def check_name(name: str) -> None:
-    """Raise unless `name` can be the name of a stored tensor."""
+    """Raise `UnsupportedTensorError` if a stored tensor cannot have this name."""
     if name == "__metadata__":
-        raise UnsupportedTensorError("a tensor cannot be named '__metadata__' in this format")
+        raise UnsupportedTensorError("tensor name '__metadata__' is reserved")
     if not is_valid_text(name):
-        raise UnsupportedTensorError(f"a tensor's name is not text: {name!r}")
+        raise UnsupportedTensorError(f"tensor name is not valid Unicode: {name!r}")
 
 
 def unpack_size(start: bytes, available: int) -> int:
-    """Return the size of the whole header from the first 8 bytes of a file of `available` bytes."""
+    """Return the size of the header from the first 8 bytes of a file of `available` bytes."""
     if len(start) < 8:
-        raise CorruptFileError(f"{available} bytes are too few for a safetensors file")
+        raise CorruptFileError(f"truncated: {available} bytes are too few for a safetensors file")
     (width,) = struct.unpack_from("<Q", start)
     if width > LIMIT:
-        pickled = start.startswith((b"PK", b"\x80\x02"))  # a zip file, or a pickle itself
-        what = "a torch.save file" if pickled else "not a safetensors file"
-        raise FormatError(f"a header of {width} bytes; this is probably {what}")
+        is_pickle = start.startswith((b"PK", b"\x80\x02"))  # a zip file, or a bare pickle
+        hint = "probably a torch.save file" if is_pickle else f"header of {width} bytes"
+        raise FormatError(f"not a safetensors file ({hint})")
     if 8 + width > available:
-        raise CorruptFileError(f"truncated: a header of {width} bytes in a file of {available}")
+        raise CorruptFileError(f"truncated: header of {width} bytes in a file of {available} bytes")
     return 8 + int(width)
 
 
 def unpack(raw: bytes, available: int) -> Header:
-    """Parse a whole header and check all of it against the size of the file."""
+    """Parse a header and check it against the size of the file."""
     try:
-        table = json.loads(raw[8:].decode(), object_pairs_hook=_unique)
+        table = json.loads(raw[8:].decode(), object_pairs_hook=_reject_duplicates)
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"the header is not JSON: {error}") from error
+        raise CorruptFileError(f"the header is not valid JSON: {error}") from error
     if not isinstance(table, dict):
-        raise CorruptFileError("the header is not a table")
+        raise CorruptFileError("the header is not a JSON object")
     metadata = table.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptFileError("the header's __metadata__ is not a table of text")
+        raise CorruptFileError("__metadata__ in the header is not a JSON object of strings")
     try:
         "".join(table).encode()
     except UnicodeEncodeError as error:
-        raise CorruptFileError(f"a name is not text: {error}") from error
-    entries = {name: _entry(name, data) for name, data in table.items()}
+        raise CorruptFileError(f"a tensor name is not valid Unicode: {error}") from error
+    entries = {name: _parse_entry(name, data) for name, data in table.items()}
     _check_tiling(entries, available - len(raw))
     return Header(entries, metadata, len(raw))
 
 
-def _entry(name: str, data: Any) -> HeaderEntry:
+def _parse_entry(name: str, data: Any) -> HeaderEntry:
     try:
         code, sizes, (begin, end) = data["dtype"], data["shape"], data["data_offsets"]
         dtype = _DTYPES[code]
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{name}: not a tensor: {str(data)[:120]}") from error
+        raise CorruptFileError(f"{name}: invalid header entry: {str(data)[:120]}") from error
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-        raise CorruptFileError(f"{name}: bad offsets {str(data['data_offsets'])[:80]}")
+        raise CorruptFileError(f"{name}: invalid offsets {str(data['data_offsets'])[:80]}")
     try:
         shape = parse_shape(sizes)
     except FormatError as error:
         raise CorruptFileError(f"{name}: {error}") from error
-    if dtype == _PAIR:
+    if dtype == _PACKED_PAIR:
         if not shape or shape[-1] % 2:
-            raise CorruptFileError(f"{name}: an odd number of 4-bit items in a row")
+            raise CorruptFileError(f"{name}: odd number of 4-bit items in a row")
         shape = (*shape[:-1], shape[-1] // 2)
     spec = Spec(dtype, shape)
     if spec.nbytes != end - begin:
-        raise CorruptFileError(f"{name}: {end - begin} bytes, but its shape needs {spec.nbytes}")
+        raise CorruptFileError(
+            f"{name}: expected {spec.nbytes} bytes for its shape, got {end - begin}"
+        )
     return HeaderEntry(spec, begin, end)
 
 
 def _check_tiling(entries: Mapping[str, HeaderEntry], available: int) -> None:
-    at = 0
+    """Raise unless the tensors cover the data exactly, without gaps or overlaps."""
+    expected = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != at:
-            what = "overlaps its neighbour" if entry.begin < at else "leaves a gap"
-            raise CorruptFileError(f"{name}: starts at {entry.begin}, not at {at}: it {what}")
-        at = entry.end
-    if at != available:
-        what = "truncated" if at > available else "bytes that belong to no tensor"
-        raise CorruptFileError(f"{what}: tensors take {at} bytes, the file has {available}")
+        if entry.begin != expected:
+            problem = "overlaps its neighbour" if entry.begin < expected else "leaves a gap"
+            raise CorruptFileError(f"{name}: {problem}: starts at {entry.begin}, not {expected}")
+        expected = entry.end
+    if expected != available:
+        problem = "truncated" if expected > available else "bytes that belong to no tensor"
+        raise CorruptFileError(f"{problem}: expected {expected} bytes of data, got {available}")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Json:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> Json:
     table = dict(pairs)
     if len(table) != len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise CorruptFileError(f"{twice}: the name occurs twice in the header")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise CorruptFileError(f"{name}: duplicate name in the header")
     return table
 
 
-def _numbers(spec: Spec) -> list[int]:
-    if spec.dtype == _PAIR:
+def _stored_shape(spec: Spec) -> list[int]:
+    if spec.dtype == _PACKED_PAIR:
         return [*spec.shape[:-1], spec.shape[-1] * 2]
     return list(spec.shape)

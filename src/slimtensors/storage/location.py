@@ -1,4 +1,4 @@
-"""Locations of files: local paths and fsspec URLs, opened as ranges of bytes."""
+"""Locations of files and folders: local paths and fsspec URLs, read by byte ranges."""
 
 import mmap
 import os
@@ -11,140 +11,57 @@ from typing import Any, Protocol
 
 from slimtensors.errors import ConfigError, CorruptFileError, MissingDependencyError, SlimError
 
+StrPath = str | os.PathLike[str]
+
 _PAGE = mmap.PAGESIZE
 _LARGE = 1 << 20
-_AHEAD = 64 << 20
+"""Bytes from which on a range is read or released on its own."""
+_READ_AHEAD = 64 << 20
+
+
+def locate(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> "Location":
+    """Return the location of a path or URL; `storage_options` are passed to the file system."""
+    if not (isinstance(where, str) and "://" in where):
+        return LocalLocation(local_path(where))
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingDependencyError("fsspec", "remote") from None
+    try:
+        filesystem, path = url_to_fs(where, **(storage_options or {}))
+    except ImportError as error:
+        raise MissingDependencyError(str(error), "remote") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return RemoteLocation(filesystem, path.rstrip("/"))
+
+
+def local_path(path: StrPath) -> Path:
+    """Return a local path; raise `ConfigError` if it is a URL."""
+    if isinstance(path, str) and "://" in path:
+        raise ConfigError(f"{path}: is a URL; only local files and folders are supported")
+    if path == "":
+        raise ConfigError("the path is empty")
+    return Path(path)
 
 
 class ByteSource(Protocol):
-    """An open file of known size."""
+    """An open file that is read by byte ranges."""
 
     name: str
     size: int
 
     def read(self, begin: int, end: int) -> memoryview:
-        """Return these bytes; they are only to be read, and before `release`."""
+        """Return a read-only view of the bytes, valid until `release`."""
         ...
 
     def release(self, begin: int, end: int) -> None:
-        """Say that these bytes are no longer needed."""
+        """Free the memory of bytes that are no longer needed."""
         ...
-
-
-class MappedFile:
-    """A local file, mapped. Pages that were used are given back, so memory stays flat."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        with path.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size == 0:
-                raise CorruptFileError(f"{path}: the file is empty")
-            # Copy-on-write only so that torch takes the pages without a warning; nobody writes.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._bytes = memoryview(self._map)
-        self._small = 0
-        self._last = self._fetched = 0
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Return a view of the mapped bytes."""
-        if end - begin >= _LARGE:
-            self._fetch(begin, end)
-        return self._bytes[begin:end]
-
-    def _fetch(self, begin: int, end: int) -> None:
-        """Have these pages fetched; for who reads on from where he was, those that come next too.
-
-        The disk then works while they are decoded.
-        """
-        reads_on = abs(begin - self._last) < _AHEAD  # threads side by side come in any order
-        self._last = end
-        if not reads_on:
-            self._fetched = begin
-        elif self._fetched - end >= _AHEAD // 2:
-            return
-        start, stop = max(begin, self._fetched), min(end + _AHEAD * reads_on, self.size)
-        if start < stop:
-            self._advise("MADV_WILLNEED", start, stop)
-            self._fetched = stop
-
-    def release(self, begin: int, end: int) -> None:
-        """Give the pages back; those of small ranges together, once they add up."""
-        if end - begin >= _LARGE:
-            self._advise("MADV_DONTNEED", begin, end)
-            return
-        self._small += end - begin
-        if self._small > 4 * _LARGE:
-            self._small = 0
-            self._advise("MADV_DONTNEED", 0, self.size)
-
-    def _advise(self, advice: str, begin: int, end: int) -> None:
-        if hasattr(mmap, advice):
-            start = begin // _PAGE * _PAGE
-            self._map.madvise(getattr(mmap, advice), start, end - start)
-
-
-@contextmanager
-def name_errors(url: str) -> Iterator[None]:
-    """Make errors of a file system `OSError`s that name what could not be reached."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{url}: no such file or folder") from None
-    except (OSError, SlimError):
-        raise
-    except Exception as error:  # every client of a storage service has its own kinds
-        raise OSError(f"{url}: {error}") from error
-
-
-class RemoteFile:
-    """A file of fsspec's. Small reads come from a block read ahead, large ones go by themselves."""
-
-    def __init__(self, filesystem: Any, path: str, name: str) -> None:
-        self.name = name
-        with name_errors(name):
-            size = filesystem.info(path)["size"]
-        if size is None:
-            raise OSError(f"{name}: the server does not say how large it is")
-        self.size = int(size)
-        self._filesystem, self._path = filesystem, path
-        self._ahead, self._block = 0, memoryview(b"")
-        self._lock = threading.Lock()
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Fetch the bytes."""
-        if end - begin >= _LARGE:
-            return self._fetch(begin, end)
-        with self._lock:
-            last = self._ahead + len(self._block)
-            if not self._ahead <= begin <= end <= last:
-                # Far ahead only for who reads on from where he was.
-                wanted = begin + (4 * _LARGE if self._ahead <= begin <= last else _LARGE // 16)
-                self._block = self._fetch(begin, min(max(wanted, end), self.size))
-                self._ahead = begin
-            start = begin - self._ahead
-            return self._block[start : start + end - begin]
-
-    def release(self, begin: int, end: int) -> None:
-        """Do nothing: what was read belongs to who asked for it."""
-
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        if begin == end:
-            return memoryview(b"")
-        with name_errors(self.name):
-            data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
-        if len(data) == self.size:  # a server that does not know ranges sends everything
-            data = data[begin:end]
-        if len(data) != end - begin:
-            raise CorruptFileError(f"{self.name}: asked for {end - begin} bytes, got {len(data)}")
-        return memoryview(data)  # of a bytearray, as torch warns about memory it may not write
-
-
-StrPath = str | os.PathLike[str]
 
 
 class Location(Protocol):
-    """A file or a folder that may be read."""
+    """A file or folder to read."""
 
     @property
     def name(self) -> str:
@@ -152,23 +69,23 @@ class Location(Protocol):
         ...
 
     def parent(self) -> "Location":
-        """Return the folder that holds this."""
+        """Return the parent folder."""
         ...
 
     def child(self, name: str) -> "Location":
-        """Return the file called `name` in this folder."""
+        """Return the file `name` in this folder."""
         ...
 
     def exists(self) -> bool:
-        """Tell whether there is something."""
+        """Return True if the file or folder exists."""
         ...
 
     def is_folder(self) -> bool:
-        """Tell whether this is a folder."""
+        """Return True if this is a folder."""
         ...
 
     def stamp(self) -> str:
-        """Return what is another text once the file has been changed."""
+        """Return a text that changes when the file changes."""
         ...
 
     def files(self) -> list[str]:
@@ -176,21 +93,21 @@ class Location(Protocol):
         ...
 
     def walk(self) -> list[str]:
-        """List the relative paths of all files in this folder and the folders in it, sorted."""
+        """List the relative paths of all files in this folder, recursively, sorted."""
         ...
 
     def read(self) -> bytes:
-        """Read a small file whole."""
+        """Read a whole small file."""
         ...
 
     def open(self) -> ByteSource:
-        """Open the file for reading ranges of it."""
+        """Open the file for reading by byte ranges."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalLocation:
-    """A path on this machine."""
+    """A local path."""
 
     path: Path
 
@@ -214,8 +131,8 @@ class LocalLocation:
         return self.path.is_dir()
 
     def stamp(self) -> str:  # noqa: D102
-        found = self.path.stat()
-        return f"{found.st_size}:{found.st_mtime_ns}"
+        status = self.path.stat()
+        return f"{status.st_size}:{status.st_mtime_ns}"
 
     def files(self) -> list[str]:  # noqa: D102
         return sorted(path.name for path in self.path.iterdir() if path.is_file())
@@ -233,10 +150,10 @@ class LocalLocation:
 
 @dataclass(frozen=True)
 class RemoteLocation:
-    """A path in one of fsspec's file systems."""
+    """A path in an fsspec file system."""
 
     filesystem: Any
-    path: str  # not a PurePath, which would take a slash out of http://
+    path: str  # a PurePath would remove a slash of http://
 
     def __str__(self) -> str:
         return str(self.filesystem.unstrip_protocol(self.path))
@@ -253,7 +170,7 @@ class RemoteLocation:
 
     def exists(self) -> bool:  # noqa: D102
         with name_errors(str(self)):
-            self.filesystem.invalidate_cache()  # others write there too
+            self.filesystem.invalidate_cache()  # other processes may write there
             return bool(self.filesystem.exists(self.path))
 
     def stamp(self) -> str:  # noqa: D102
@@ -283,63 +200,148 @@ class RemoteLocation:
     def open(self) -> ByteSource:  # noqa: D102
         return RemoteFile(self.filesystem, self.path, str(self))
 
-    def holds(self, other: StrPath) -> bool:
-        """Tell whether another place lies in this one, or is it."""
-        path = self._path_of(other)
+    def contains(self, other: StrPath) -> bool:
+        """Return True if `other` is this location or inside of it."""
+        path = self._resolve(other)
         return path is not None and f"{path}/".startswith(f"{self.path}/")
 
-    def lies_in(self, other: StrPath) -> bool:
-        """Tell whether this lies in another place."""
-        path = self._path_of(other)
+    def is_inside(self, other: StrPath) -> bool:
+        """Return True if this location is inside of `other`."""
+        path = self._resolve(other)
         return path is not None and self.path.startswith(f"{path}/")
 
-    def _path_of(self, other: StrPath) -> str | None:
-        """Return what this file system calls a place; none if it is another one's."""
+    def _resolve(self, other: StrPath) -> str | None:
+        """Return the path of `other` in this file system, or None if it is in another one."""
         from fsspec.utils import get_protocol
 
-        known = self.filesystem.protocol
-        if get_protocol(str(other)) not in ((known,) if isinstance(known, str) else known):
+        protocols = self.filesystem.protocol
+        if isinstance(protocols, str):
+            protocols = (protocols,)
+        if get_protocol(str(other)) not in protocols:
             return None
         return str(self.filesystem._strip_protocol(str(other))).rstrip("/")
 
     def write(self, data: bytes) -> None:
-        """Make this a file with that content."""
+        """Write a file with this content."""
         with name_errors(str(self)):
             self.filesystem.pipe_file(self.path, data)
 
-    def send(self, path: Path) -> None:
-        """Make this a copy of a file of this machine."""
+    def upload(self, path: Path) -> None:
+        """Upload a local file."""
         with name_errors(str(self)):
             self.filesystem.put_file(str(path), self.path)
 
     def remove(self) -> None:
-        """Remove the file, or the folder and all that is in it, if there is one."""
+        """Remove the file or folder, recursively, if it exists."""
         if self.exists():
             with name_errors(str(self)):
                 self.filesystem.rm(self.path, recursive=True)
 
 
-def local_path(path: StrPath) -> Path:
-    """Return a path of this machine; raise if it is a URL."""
-    if isinstance(path, str) and "://" in path:
-        raise ConfigError(f"{path}: is a URL; this takes only files and folders of this machine")
-    if path == "":
-        raise ConfigError("an empty path names nothing")
-    return Path(path)
+class MappedFile:
+    """A memory-mapped local file. Used pages are released, so that memory stays flat."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        with path.open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size == 0:
+                raise CorruptFileError(f"{path}: the file is empty")
+            # Copy-on-write only so that torch does not warn about read-only memory.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = memoryview(self._map)
+        self._unreleased = 0
+        self._last = self._fetched = 0
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return a view of the mapped bytes."""
+        if end - begin >= _LARGE:
+            self._prefetch(begin, end)
+        return self._bytes[begin:end]
+
+    def _prefetch(self, begin: int, end: int) -> None:
+        """Prefetch these pages and, on sequential access, those that follow.
+
+        The disk then works while they are decoded.
+        """
+        is_sequential = abs(begin - self._last) < _READ_AHEAD  # threads read out of order
+        self._last = end
+        if not is_sequential:
+            self._fetched = begin
+        elif self._fetched - end >= _READ_AHEAD // 2:
+            return
+        start, stop = max(begin, self._fetched), min(end + _READ_AHEAD * is_sequential, self.size)
+        if start < stop:
+            self._advise("MADV_WILLNEED", start, stop)
+            self._fetched = stop
+
+    def release(self, begin: int, end: int) -> None:
+        """Release the pages; those of small ranges together, once they add up."""
+        if end - begin >= _LARGE:
+            self._advise("MADV_DONTNEED", begin, end)
+            return
+        self._unreleased += end - begin
+        if self._unreleased > 4 * _LARGE:
+            self._unreleased = 0
+            self._advise("MADV_DONTNEED", 0, self.size)
+
+    def _advise(self, advice: str, begin: int, end: int) -> None:
+        if hasattr(mmap, advice):
+            start = begin // _PAGE * _PAGE
+            self._map.madvise(getattr(mmap, advice), start, end - start)
 
 
-def locate(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> Location:
-    """Return the place that a path or URL names; `storage_options` go to the file system."""
-    if not (isinstance(where, str) and "://" in where):
-        return LocalLocation(local_path(where))
+class RemoteFile:
+    """An fsspec file. Small reads are served from a prefetched block, large ones directly."""
+
+    def __init__(self, filesystem: Any, path: str, name: str) -> None:
+        self.name = name
+        with name_errors(name):
+            size = filesystem.info(path)["size"]
+        if size is None:
+            raise OSError(f"{name}: the server did not report the file size")
+        self.size = int(size)
+        self._filesystem, self._path = filesystem, path
+        self._block_start, self._block = 0, memoryview(b"")
+        self._lock = threading.Lock()
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Read the bytes."""
+        if end - begin >= _LARGE:
+            return self._fetch(begin, end)
+        with self._lock:
+            block_end = self._block_start + len(self._block)
+            if not self._block_start <= begin <= end <= block_end:
+                is_sequential = self._block_start <= begin <= block_end
+                ahead = begin + (4 * _LARGE if is_sequential else _LARGE // 16)
+                self._block = self._fetch(begin, min(max(ahead, end), self.size))
+                self._block_start = begin
+            start = begin - self._block_start
+            return self._block[start : start + end - begin]
+
+    def release(self, begin: int, end: int) -> None:
+        """Do nothing: every read returns its own memory."""
+
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        if begin == end:
+            return memoryview(b"")
+        with name_errors(self.name):
+            data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
+        if len(data) == self.size:  # a server without range requests sends everything
+            data = data[begin:end]
+        if len(data) != end - begin:
+            raise CorruptFileError(f"{self.name}: expected {end - begin} bytes, got {len(data)}")
+        return memoryview(data)  # of a bytearray: torch warns about read-only memory
+
+
+@contextmanager
+def name_errors(url: str) -> Iterator[None]:
+    """Raise errors of a file system as `OSError` with the URL."""
     try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise MissingDependencyError("fsspec", "remote") from None
-    try:
-        filesystem, path = url_to_fs(where, **(storage_options or {}))
-    except ImportError as error:
-        raise MissingDependencyError(str(error), "remote") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return RemoteLocation(filesystem, path.rstrip("/"))
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{url}: no such file or folder") from None
+    except (OSError, SlimError):
+        raise
+    except Exception as error:  # every storage client has its own exceptions
+        raise OSError(f"{url}: {error}") from error

@@ -1,4 +1,4 @@
-"""Read safetensors files: one, a folder, or the shards that an index names."""
+"""Read safetensors files: a single file, a folder, or the shards listed in an index."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from slimtensors.tensor import is_valid_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-"""What transformers and its kin look for in a folder."""
-INCOMPLETE = ".slimtensors-unfinished.json"
-"""What lies in a folder elsewhere until it is complete: it cannot be renamed into place."""
+"""The file names that transformers and other loaders look for."""
 DELTA = "delta.safetensors"
-"""What they do not find: with this alone they stop, whatever it holds."""
+"""File name of a delta. Other loaders do not find it, so they cannot misread it as a model."""
 DISTRIBUTED = "distributed.json"
-"""What lies in a folder whose files hold the shards of many ranks."""
+"""Manifest of a distributed checkpoint, a folder with the shards of many ranks."""
+INCOMPLETE = ".slimtensors-unfinished.json"
+"""Marker of an incomplete remote folder, which cannot be renamed when it is complete."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StoredFile:
     source: ByteSource
     header: Header
     text: bytes
-    """The header as it stands in the file, without padding."""
+    """The header as stored, without padding."""
     key: str
     """The file's name, relative to the folder of its index."""
 
@@ -38,27 +38,27 @@ class StoredFile:
         return self.source.name
 
     def read(self, entry: HeaderEntry, size: int | None = None) -> memoryview:
-        """Return the bytes of a stored tensor, or its first `size`; valid until `release`."""
+        """Return the bytes of a stored tensor, or the first `size`; valid until `release`."""
         begin, end = self.header.size + entry.begin, self.header.size + entry.end
         return self.source.read(begin, end if size is None else min(begin + size, end))
 
     def read_part(self, entry: HeaderEntry, begin: int, end: int) -> memoryview:
-        """Return some bytes of a stored tensor; valid until `release`."""
+        """Return a range of the bytes of a stored tensor; valid until `release_part`."""
         start = self.header.size + entry.begin
         return self.source.read(start + begin, start + end)
 
     def release_part(self, entry: HeaderEntry, begin: int, end: int) -> None:
-        """Say that these bytes of a stored tensor are no longer needed."""
+        """Free the memory of a range of a stored tensor."""
         start = self.header.size + entry.begin
         self.source.release(start + begin, start + end)
 
     def release(self, entry: HeaderEntry) -> None:
-        """Say that the bytes of a stored tensor are no longer needed."""
+        """Free the memory of a stored tensor."""
         self.source.release(self.header.size + entry.begin, self.header.size + entry.end)
 
 
 def open_file(where: Location, key: str | None = None) -> StoredFile:
-    """Open one file and check its header."""
+    """Open a file and check its header."""
     source = where.open()
     try:
         start = bytes(source.read(0, min(8, source.size)))
@@ -71,8 +71,8 @@ def open_file(where: Location, key: str | None = None) -> StoredFile:
 
 
 def open_files(where: Location) -> list[StoredFile]:
-    """Open a file, the files that an index names, or the model that a folder holds."""
-    main = _main(where)
+    """Open a file, the files listed in an index, or the model in a folder."""
+    main = _find_main(where)
     if not main.name.endswith(".json"):
         return [open_file(main)]
     shards = read_index(main)
@@ -80,70 +80,71 @@ def open_files(where: Location) -> list[StoredFile]:
     for file, names in zip(files, shards.values(), strict=True):
         for name in names:
             if name not in file.header.entries:
-                raise FormatError(f"{main}: {name}: should be in {file.name}, which has it not")
+                raise FormatError(f"{main}: {name}: in the index, but not found in {file.name}")
     return files
 
 
 def weight_files(where: Location) -> list[str]:
-    """Name the files that `where` stands for, relative to their folder: an index comes first."""
-    main = _main(where)
+    """List the weight files of `where`, relative to their folder; an index is first."""
+    main = _find_main(where)
     shards = read_index(main) if main.name.endswith(".json") else {}
     return [main.name, *shards]
 
 
 def read_index(index: Location) -> dict[str, list[str]]:
-    """Return the files that an index names, and the tensors that it says are in each."""
+    """Return the files listed in an index, and the tensors in each."""
     shards: dict[str, list[str]] = {}
     try:
         for name, file in json.loads(index.read())["weight_map"].items():
             shards.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{index}: not an index of shards: {error!r}") from error
+        raise CorruptFileError(f"{index}: invalid index of shards: {error!r}") from error
     if not shards:
-        raise CorruptFileError(f"{index}: the index names no file")
+        raise CorruptFileError(f"{index}: the index lists no files")
     for file in shards:
         if not is_inside(file):
-            raise FormatError(f"{index}: {file!r} is not a file of this folder")
+            raise FormatError(f"{index}: {file!r} is not a file in this folder")
     return shards
 
 
 def is_distributed(path: StrPath) -> bool:
-    """Tell whether this is a local folder with the shards of many ranks."""
+    """Return True if this is a local distributed checkpoint."""
     return (Path(path) / DISTRIBUTED).is_file()
 
 
 def is_inside(name: object) -> bool:
-    """Tell whether `name` can only be a file below the folder in which it is said."""
+    """Return True if `name` is a relative path that cannot leave its folder."""
     if not isinstance(name, str) or any(c in name for c in ":\\\0") or not is_valid_text(name):
         return False
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def _main(where: Location) -> Location:
-    return where.child(_main_file(where)) if where.is_folder() else where
+def _find_main(where: Location) -> Location:
+    """Return `where`, or the index or weight file in that folder."""
+    return where.child(_choose_main(where)) if where.is_folder() else where
 
 
-def _main_file(folder: Location) -> str:
+def _choose_main(folder: Location) -> str:
     files = folder.files()
     if INCOMPLETE in files:
         raise FormatError(
-            f"{folder}: is not complete: its files are being written, or a run was stopped;"
-            " the same command, run again, goes on with it"
+            f"{folder}: is not complete: it is being written, or a run was interrupted;"
+            " run the same command again to continue"
         )
     for name in (SINGLE, INDEX, DELTA):
         if name in files:
             return name
     if DISTRIBUTED in files:
         raise FormatError(
-            f"{folder}: is a distributed checkpoint: load it with dcp.load and"
-            " slimtensors.distributed.StorageReader, or make a model folder of it with consolidate"
+            f"{folder}: is a distributed checkpoint; load it with dcp.load and"
+            " slimtensors.distributed.StorageReader, or convert it with consolidate"
         )
-    for ending in (".safetensors.index.json", ".safetensors"):
-        found = [name for name in files if name.endswith(ending)]
+    for suffix in (".safetensors.index.json", ".safetensors"):
+        found = [name for name in files if name.endswith(suffix)]
         if len(found) == 1:
             return found[0]
         if found:
-            raise FormatError(f"{folder}: which one? It holds {', '.join(found[:8])}")
-    held = ", ".join(files[:8]) or "nothing"
-    raise FormatError(f"{folder}: no safetensors files here; it holds {held}")
+            raise FormatError(f"{folder}: several models found, name one of {', '.join(found[:8])}")
+    content = ", ".join(files[:8]) or "nothing"
+    raise FormatError(f"{folder}: no safetensors files found; the folder contains {content}")

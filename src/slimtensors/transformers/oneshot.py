@@ -27,7 +27,7 @@ from slimtensors.recipe.modifiers import QuantizationModifier
 from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, config_for
 from slimtensors.recipe.report import FILE, Report, measure
 from slimtensors.storage import StrPath, write_json
-from slimtensors.storage.atomic import replace_with_folder
+from slimtensors.storage.atomic import create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import columns_for, unused_columns
 from slimtensors.transformers.saving import enable
@@ -135,7 +135,7 @@ def oneshot(
 
 def _folder(path: StrPath | None) -> AbstractContextManager[Path | None]:
     """Give a folder that takes its place at the end; that it can is known from the beginning."""
-    return nullcontext() if path is None else replace_with_folder(path, replace=True)
+    return nullcontext() if path is None else create_folder(path, replace=True)
 
 
 def _batches(

@@ -29,7 +29,7 @@ from slimtensors.quantization.state_dict import (
     stored_layers,
 )
 from slimtensors.runtime import CompressedTensor, from_module
-from slimtensors.storage import LocalLocation, old_files, weight_files
+from slimtensors.storage import LocalLocation, find_model_files, weight_files
 from slimtensors.tensor import Json, Spec, as_bytes, check_storable, to_cpu
 
 
@@ -195,7 +195,7 @@ def check_unchanged(items: Iterable[TensorSource], files: QuantizedFiles) -> Non
 def copy_weights(source: Path, folder: Path) -> None:
     """Make the weights in `folder` those in `source`; each file is there as a whole or not."""
     names = weight_files(LocalLocation(source))
-    stale = old_files(folder) - set(names)
+    stale = find_model_files(folder) - set(names)
     with TemporaryDirectory(prefix=".", dir=folder) as elsewhere:
         for name in reversed(names):  # an index comes when all that it names is there
             target = folder / name

@@ -13,7 +13,7 @@ from torch import Tensor
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 from slimtensors.storage import DISTRIBUTED as MANIFEST
-from slimtensors.storage.atomic import write_file
+from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json, Spec, parse_shape
 
 
@@ -205,7 +205,7 @@ class DistributedManifest:
 
 def write_manifest(folder: Path, manifest: DistributedManifest) -> None:
     """Write the file that makes a checkpoint complete."""
-    write_file(folder / MANIFEST, manifest.to_text().encode())
+    write_file_atomically(folder / MANIFEST, manifest.to_text().encode())
 
 
 def read_manifest(folder: Path) -> DistributedManifest:

@@ -38,7 +38,7 @@ from slimtensors.checkpoint.policy import Filter, Profile, RoleInfo, find_profil
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import ConfigError, MismatchError, UnsupportedTensorError
-from slimtensors.storage import StrPath, local_path, replace_folder, sync_folder, temporary_folder
+from slimtensors.storage import StrPath, local_path, temporary_folder
 from slimtensors.storage.atomic import check_absent, commit_folder
 from slimtensors.tensor import Spec, check_storable
 
@@ -61,11 +61,7 @@ class Pending:
     def commit(self, manifest: DistributedManifest) -> None:
         """Describe the checkpoint, which is then complete, and give it its name."""
         write_manifest(self.folder, manifest)
-        if self._replaces:
-            sync_folder(self.folder)
-            replace_folder(self.folder, self.target)
-        else:
-            commit_folder(self.folder, self.target)
+        commit_folder(self.folder, self.target, replace=self._replaces)
         self._close()
 
 

@@ -37,7 +37,7 @@ from slimtensors.report import (
     write_report,
 )
 from slimtensors.storage import StrPath
-from slimtensors.storage.atomic import replace_with_folder
+from slimtensors.storage.atomic import create_folder
 
 DENSE = "dense"
 _TRAINED_BYTES = 440_000_000
@@ -96,7 +96,7 @@ def demonstrate(options: Options, watch: Watch) -> Outcome:
     threads = torch.get_num_threads() if options.model else 1
     with (
         _threads(threads),
-        replace_with_folder(options.output, *sources, replace=options.replace) as folder,
+        create_folder(options.output, replace=options.replace, sources=sources) as folder,
     ):
         skipped: dict[str, str] = {}
         if options.model is None:
