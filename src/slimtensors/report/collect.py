@@ -30,7 +30,7 @@ from slimtensors.report.data import (
 )
 from slimtensors.report.sources import ReportSource, TensorHandle, open_source
 from slimtensors.storage import StrPath
-from slimtensors.tensor import Spec, as_bytes, dtype_name, norm, relative_distance
+from slimtensors.tensor import Spec, bitwise_equal, dtype_name, norm, relative_distance
 
 _BINS, _FEW_BINS, _MANY = 48, 16, 800
 """Bars of a histogram, and those where so many tensors would make the page heavy."""
@@ -148,9 +148,9 @@ def _given(original: ReportSource, stored: TensorSummary, each: Each) -> Tensor:
 
 
 def _same(x: Tensor, given: Tensor) -> bool:
-    return x.dtype == given.dtype and (
-        torch.equal(x, given) if x.is_quantized else torch.equal(as_bytes(x), as_bytes(given))
-    )
+    if x.is_quantized:
+        return x.dtype == given.dtype and torch.equal(x, given)
+    return bitwise_equal(x, given)
 
 
 def _distance(x: Tensor, given: Tensor) -> float | None:

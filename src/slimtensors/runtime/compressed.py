@@ -20,7 +20,7 @@ from slimtensors.errors import (
     UnsupportedOperationError,
     UnsupportedVersionError,
 )
-from slimtensors.tensor import Json, Spec, as_bytes
+from slimtensors.tensor import Json, Spec, bitwise_equal
 
 VERSION = 1
 """Of what `rebuild` reads, and so of compressed tensors inside files of `torch.save`."""
@@ -376,11 +376,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     if not isinstance(a, CompressedTensor) or not isinstance(b, CompressedTensor):
         return NotImplemented  # type: ignore[no-any-return]
     pairs = zip(a.leaves(), b.leaves(), strict=False)
-    return a.form() == b.form() and all(_same(x, y) for (_, x), (_, y) in pairs)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
+    return a.form() == b.form() and all(bitwise_equal(x, y) for (_, x), (_, y) in pairs)
 
 
 def _share_memory(x: CompressedTensor) -> CompressedTensor:

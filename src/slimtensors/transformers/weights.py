@@ -30,7 +30,7 @@ from slimtensors.quantization.state_dict import (
 )
 from slimtensors.runtime import CompressedTensor, from_module
 from slimtensors.storage import LocalLocation, find_model_files, weight_files
-from slimtensors.tensor import Json, Spec, as_bytes, check_storable, to_cpu
+from slimtensors.tensor import Json, Spec, bitwise_equal, check_storable, to_cpu
 
 
 def weight_items(
@@ -81,7 +81,7 @@ def same_weights(a: Tensor, b: Tensor) -> bool:
     """Tell whether two weights are the same bits, dense or in the form in which they run."""
     if isinstance(a, CompressedTensor) or isinstance(b, CompressedTensor):
         return type(a) is type(b) and torch.equal(a, b)
-    return Spec.of(a) == Spec.of(b) and torch.equal(as_bytes(a), as_bytes(b))
+    return bitwise_equal(a, b)
 
 
 def dense_weights(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from slimtensors.checkpoint import checkpointing, load_checkpoint, points
 from slimtensors.errors import MissingDependencyError
 from slimtensors.report import Link, links
 from slimtensors.storage import SINGLE, write_json
-from slimtensors.tensor import Json, as_bytes
+from slimtensors.tensor import Json, bitwise_equal
 
 LENGTH = 128
 """Bytes, or tokens, that a model sees at once."""
@@ -255,5 +255,5 @@ def _looked_at(folder: Path, profile: str, model: nn.Module, saving: float) -> C
 def _same(model: nn.Module, stored: dict[str, Tensor]) -> bool:
     state = model.state_dict()
     return state.keys() == stored.keys() and all(
-        torch.equal(as_bytes(x), as_bytes(stored[name])) for name, x in state.items()
+        bitwise_equal(x, stored[name]) for name, x in state.items()
     )
