@@ -1,4 +1,4 @@
-"""Headers that no program writes."""
+"""Malformed headers."""
 
 import json
 import struct
@@ -28,13 +28,13 @@ def test_every_strange_field_of_a_header_is_refused(path, key):
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
-def test_an_entry_that_is_no_entry_is_refused(path, value):
+def test_an_invalid_entry_is_refused(path, value):
     path.write_bytes(joined({"x": value}, EIGHT))
     refused(path, tensor="x", kind=CorruptFileError)
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
-def test_a_header_that_is_no_table_is_refused(path, value):
+def test_a_header_that_is_not_an_object_is_refused(path, value):
     if isinstance(value, dict):
         path.write_bytes(joined(value, EIGHT))
     else:
@@ -47,7 +47,7 @@ def test_a_header_that_is_no_table_is_refused(path, value):
     [True, 1, 2.5, "text", ["a"], {"k": 1}, {"k": None}, {"k": {}}, {"k": ["v"]}],
     ids=repr,
 )
-def test_metadata_that_is_no_table_of_text_is_refused(path, metadata):
+def test_metadata_that_is_not_an_object_of_strings_is_refused(path, metadata):
     path.write_bytes(joined({"__metadata__": metadata, "x": X}, EIGHT))
     assert "__metadata__" in refused(path, kind=CorruptFileError)
 
@@ -165,7 +165,7 @@ def test_names_that_only_look_alike_are_two_names(path):
     assert list(slimtensors.load(path)) == ["x", "\\u0078", '"x"', "dtype"]
 
 
-def test_a_name_that_is_no_text_is_refused(path):
+def test_a_name_that_is_not_unicode_is_refused(path):
     path.write_bytes(joined(f'{{"x\\ud800":{GOOD}}}'.encode(), EIGHT))
     refused(path)
 
@@ -176,7 +176,7 @@ def nested(depth: int) -> str:
 
 @pytest.mark.parametrize("key", ["dtype", "shape", "data_offsets"])
 def test_deeply_nested_headers_are_refused(path, key):
-    for depth in range(940, 1001):  # around the depth at which Python itself gives up
+    for depth in range(940, 1001):  # around the recursion limit of Python
         fields = {name: json.dumps(value) for name, value in X.items()} | {key: nested(depth)}
         text = ",".join(f'"{name}":{value}' for name, value in fields.items())
         path.write_bytes(joined(f'{{"x":{{{text}}}}}'.encode(), EIGHT))

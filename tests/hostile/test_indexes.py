@@ -1,4 +1,4 @@
-"""Indexes that lead elsewhere, or are none."""
+"""Malformed indexes, and indexes with paths out of their folder."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from slimtensors.errors import FormatError
 
 @pytest.fixture
 def secret(tmp_path) -> Path:
-    """Return a good file outside of the model's folder."""
+    """Return a valid file outside of the model folder."""
     (tmp_path / "model").mkdir()
     slimtensors.save(sample(), tmp_path / "secret.safetensors")
     return tmp_path / "secret.safetensors"
@@ -65,7 +65,7 @@ def test_no_name_in_an_index_leads_out_of_its_folder(secret, trick):
 
 
 @pytest.mark.parametrize("weight_map", [None, True, 7, "text", [], ["a.safetensors"], {}], ids=repr)
-def test_a_weight_map_that_is_none_is_refused(tmp_path, weight_map):
+def test_an_invalid_weight_map_is_refused(tmp_path, weight_map):
     write_index(tmp_path, weight_map)
     refused(tmp_path / INDEX)
 
@@ -86,7 +86,7 @@ def test_a_weight_map_that_is_none_is_refused(tmp_path, weight_map):
     ],
     ids=lambda t: t[:9],
 )
-def test_an_index_that_is_none_is_refused(tmp_path, text):
+def test_an_invalid_index_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     refused(tmp_path / INDEX)
 
@@ -127,8 +127,8 @@ def test_a_name_tied_in_one_shard_and_stored_in_another_is_refused(tmp_path):
     refused(tmp_path, tensor="y", where=tmp_path)
 
 
-def test_a_tensor_that_the_index_promises_must_be_in_its_shard(tmp_path):
-    """A shard of another model in the right place must not pass for a model with fewer tensors."""
+def test_a_tensor_in_the_index_must_be_in_its_shard(tmp_path):
+    """A shard of another model must not be accepted as a model with fewer tensors."""
     slimtensors.save(
         {f"t{i}": torch.ones(100) * i for i in range(8)},
         tmp_path,

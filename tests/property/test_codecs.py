@@ -25,11 +25,11 @@ from slimtensors.parallel import Workers, serially
 from slimtensors.tensor import DTYPES, Spec, relative_distance
 
 FITTING = {"bitmask24": two_four_tensors()}
-"""What a codec can encode, where that is not every tensor."""
+"""Tensors for codecs that cannot encode every tensor."""
 
 LOSSY = {name for name in codecs.names() if getattr(codecs.find(name), "lossy", False)}
 GENERAL = [name for name in codecs.names() if name not in {*LOSSY, "torch-quantized"}]
-"""Codecs for any tensor; lossy ones round floats, `torch-quantized` is for torch's own dtypes."""
+"""Lossless codecs for any tensor: not `torch-quantized`, which is for the torch quantized dtypes."""
 
 every_codec = pytest.mark.parametrize("name", GENERAL)
 relaxed = settings(deadline=None, max_examples=100)
@@ -40,7 +40,7 @@ def fitting(name):
 
 
 def flat(seed, count, dtype=torch.float32, density=0.5):
-    """Items that every codec can encode."""
+    """Return items that every codec can encode."""
     return keep_two_of_four(bits(seed, count, dtype, density), seed)
 
 
@@ -100,7 +100,7 @@ def test_measuring_a_plan_s_error_changes_nothing_of_what_it_encodes(plan):
     assert encode_measured(plan, x)[1] == relative_error(plan, x) == error
 
 
-def test_measuring_refuses_parts_that_there_are_not():
+def test_measuring_refuses_unknown_parts():
     with pytest.raises(ConfigError, match="has no part 'qq'"):
         encode_measured(chain(IntBlocks(), qq=Huffman()), torch.ones(4, 4))
 
@@ -119,7 +119,7 @@ def test_bitmask_stores_a_bit_for_each_item_and_the_nonzero_items(x):
 
 @given(x=tensors())
 @relaxed
-def test_bitmask24_refuses_exactly_what_is_not_two_of_four(x):
+def test_bitmask24_refuses_exactly_the_tensors_that_are_not_24(x):
     size = x.element_size()
     raw = raw_bytes(x)
     nonzero = [any(raw[i : i + size]) for i in range(0, len(raw), size)]
@@ -141,7 +141,7 @@ def test_bitmask24_stores_half_of_the_items_and_a_byte_for_three_groups(x):
 
 
 @every_codec
-def test_a_configuration_comes_back_from_json(name):
+def test_a_configuration_round_trips_through_json(name):
     codec = codecs.find(name)()
     data = json.loads(json.dumps(codecs.to_json(codec)))
     assert data["name"] == name
@@ -187,7 +187,7 @@ plans_24 = st.builds(lambda a, b: chain(Bitmask24(), codes=a, values=b), plans, 
 
 
 def through_json(encoded):
-    """Write an encoded tensor as JSON and bytes, and read it back."""
+    """Write an encoded tensor as JSON and bytes, and parse it again."""
     at, body = {}, b""
     for path, leaf in encoded.leaves():
         raw = raw_bytes(leaf)
@@ -213,17 +213,17 @@ def test_trees_over_two_of_four_keep_every_bit(x, plan):
 
 
 @given(plan=st.one_of(plans, plans_24))
-def test_a_plan_comes_back_from_json_and_reads_as_it_is_written(plan):
+def test_a_plan_round_trips_through_json(plan):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_a_plan_is_written_as_it_is_called():
+def test_a_plan_prints_as_its_codecs():
     plan = chain(Bitmask(), mask=Dense(), values=chain(Bitmask(), values=Dense()))
     assert str(plan) == "bitmask(mask=dense, values=bitmask(values=dense))"
     assert str(Plan(Bitmask())) == "bitmask"
 
 
-def test_a_plan_for_a_part_that_is_not_emitted_is_refused():
+def test_a_plan_for_an_unknown_part_is_refused():
     with pytest.raises(ConfigError, match="'bitmask' has no part 'valuse', only mask, values"):
         encode(chain(Bitmask(), valuse=Dense()), torch.zeros(3))
 
@@ -231,7 +231,7 @@ def test_a_plan_for_a_part_that_is_not_emitted_is_refused():
 @pytest.mark.parametrize(
     "data", [{}, {"codec": "bitmask"}, {"codec": {"name": "bitmask"}, "then": []}]
 )
-def test_what_is_not_a_plan_is_refused(data):
+def test_an_invalid_plan_is_refused(data):
     with pytest.raises(FormatError, match="invalid plan"):
         Plan.from_json(data)
 
@@ -306,14 +306,14 @@ CASES = [
         lambda x: x[0],
     ],
 )
-def test_a_part_of_the_wrong_size_is_damage(name, part, damage):
+def test_a_part_of_the_wrong_size_is_corrupt(name, part, damage):
     parts = codecs.find(name)().encode(flat(1, 192).view(12, 16))
     with pytest.raises(CorruptFileError):
         damaged(parts, name, {part: damage(parts[part])})
 
 
 @pytest.mark.parametrize(("name", "part"), CASES)
-def test_a_missing_part_is_damage(name, part):
+def test_a_missing_part_is_corrupt(name, part):
     parts = codecs.find(name)().encode(flat(1, 192).view(12, 16))
     del parts[part]
     with pytest.raises(CorruptFileError, match=f"{name!r}: part '{part}' is missing"):
@@ -322,7 +322,7 @@ def test_a_missing_part_is_damage(name, part):
 
 @pytest.mark.parametrize(("name", "part"), [("bitmask", "mask"), ("bitmask24", "codes")])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e5m2, torch.int16])
-def test_positions_of_the_wrong_dtype_are_damage(name, part, dtype):
+def test_positions_of_the_wrong_dtype_are_corrupt(name, part, dtype):
     parts = codecs.find(name)().encode(flat(1, 192).view(12, 16))
     assert parts[part].numel() % 2 == 0
     with pytest.raises(CorruptFileError):
@@ -331,7 +331,7 @@ def test_positions_of_the_wrong_dtype_are_damage(name, part, dtype):
 
 @pytest.mark.parametrize(("name", "part"), CASES)
 @pytest.mark.parametrize("shape", [(1, -1), (-1, 1), (1, 1, -1)])
-def test_a_part_of_another_shape_but_the_right_size_is_damage_or_harmless(name, part, shape):
+def test_a_part_of_another_shape_but_the_right_size_is_corrupt_or_harmless(name, part, shape):
     x = flat(1, 192).view(12, 16)
     parts = codecs.find(name)().encode(x)
     try:
@@ -341,7 +341,7 @@ def test_a_part_of_another_shape_but_the_right_size_is_damage_or_harmless(name, 
     assert same_bits(back, x)
 
 
-def test_any_flipped_bit_in_a_mask_is_damage():
+def test_any_flipped_bit_in_a_mask_is_corrupt():
     parts = Bitmask().encode(flat(1, 192).view(12, 16))
     for bit in range(192):
         mask = parts["mask"].clone()
@@ -351,7 +351,7 @@ def test_any_flipped_bit_in_a_mask_is_damage():
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 16])
-def test_a_bit_that_moved_past_the_end_of_a_mask_is_damage(chunk, monkeypatch):
+def test_a_bit_past_the_end_of_a_mask_is_corrupt(chunk, monkeypatch):
     monkeypatch.setattr(bitmask, "_CHUNK", chunk)
     x = torch.ones(1, 91)
     parts = Bitmask().encode(x)
@@ -362,7 +362,7 @@ def test_a_bit_that_moved_past_the_end_of_a_mask_is_damage(chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 16])
-def test_values_that_the_mask_does_not_count_are_damage(chunk, monkeypatch, workers):
+def test_more_or_fewer_values_than_mask_bits_are_corrupt(chunk, monkeypatch, workers):
     monkeypatch.setattr(bitmask, "_CHUNK", chunk)
     x = flat(1, 192)
     parts = Bitmask().encode(x)
@@ -374,7 +374,7 @@ def test_values_that_the_mask_does_not_count_are_damage(chunk, monkeypatch, work
 @every_codec
 @given(data=st.data())
 @settings(deadline=None, max_examples=200)
-def test_whatever_the_parts_are_decoding_gives_a_tensor_or_says_damage(name, data):
+def test_decoding_any_parts_returns_a_tensor_or_raises_corrupt_file_error(name, data):
     x = data.draw(fitting(name))
     parts = codecs.find(name)().encode(x)
     part = data.draw(st.sampled_from(sorted(parts)))
@@ -399,7 +399,7 @@ def noise_like(part, seed):
 @every_codec
 @pytest.mark.parametrize("items", [1 << 40, 1 << 50, 3 << 55])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_a_shape_past_all_memory_is_damage_before_anything_is_allocated(name, items, dtype):
+def test_a_shape_beyond_memory_is_corrupt_before_anything_is_allocated(name, items, dtype):
     parts = codecs.find(name)().encode(flat(1, 192, dtype).view(12, 16))
     for like in (Spec(dtype, (items,)), Spec(dtype, (items >> 8, 256)), Spec(dtype, (items, 0, 8))):
         with pytest.raises(CorruptFileError):
@@ -472,7 +472,7 @@ def test_a_description_that_does_not_fit_is_a_format_error(path, value):
         rebuild(changed(data, path, value), payload)
 
 
-def test_a_tree_deeper_than_any_real_one_is_damage():
+def test_a_tree_that_is_too_deep_is_corrupt():
     data, payload = description()
     for _ in range(40):
         data = {**data, "parts": {"data": data}}

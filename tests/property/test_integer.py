@@ -1,4 +1,4 @@
-"""The codec `int` rounds as its formula says, whatever code does it."""
+"""The codec `int` agrees with its formula on every code path."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def slow(x, bits, per_row):
-    """Codes and scales in single steps of torch."""
+    """Compute codes and scales with plain torch."""
     top = 2 ** (bits - 1) - 1
     rows = x.float().reshape(x.shape[0] if per_row and x.dim() else 1, -1)
     scale = rows.abs().amax(1, keepdim=True) / top
@@ -32,7 +32,7 @@ def slow(x, bits, per_row):
     st.integers(0, 2**32),
 )
 @settings(deadline=None, max_examples=60)
-def test_items_are_rounded_as_the_formula_says(dtype, shape, bits, per_row, size, seed):
+def test_items_are_rounded_by_the_formula(dtype, shape, bits, per_row, size, seed):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
     codec = Int(bits, per_row)
     q, scale, back = slow(x, bits, per_row)
@@ -43,7 +43,7 @@ def test_items_are_rounded_as_the_formula_says(dtype, shape, bits, per_row, size
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_integers_cannot_say_is_refused(bad):
+def test_nan_infinity_and_empty_tensors_are_refused(bad):
     with pytest.raises(ConfigError, match="NaN and infinity"):
         Int().encode(torch.tensor([[1.0, bad]]))
     with pytest.raises(ConfigError, match="empty tensor"):

@@ -60,7 +60,7 @@ def slow_codes(bits, count, widths, before):
 
 
 def slow_table(codes):
-    """Return (symbol, frequency, place) of each slot."""
+    """Return (symbol, frequency, index) of each slot."""
     frequencies = [c if c < 8 else (8 + c % 8) << (c // 8 - 1) for c in codes]
     most = codes.index(max(codes))
     frequencies[most] = 0
@@ -177,7 +177,7 @@ def slow_decode(stream, itemsize, count):
 
 
 def scaled(rng, rows, columns):
-    """Numbers as weights are: rows and columns of different scale."""
+    """Return numbers like weights, with rows and columns of different scale."""
     scales = [np.exp(rng.normal(0, 0.8, n)) for n in (rows, columns)]
     return torch.from_numpy(rng.normal(0, 0.02, (rows, columns)) * np.outer(*scales))
 
@@ -186,7 +186,7 @@ CONTENTS = ["random", "weights", "rounded", "marked", "constant", "integers", "f
 
 
 def content(rng, kind, spec):
-    """Some tensor of this dtype and shape, of a kind that takes a path of its own."""
+    """Return a tensor of this dtype and shape that takes a separate code path."""
     shape = spec.shape if len(spec.shape) == 2 else (1, spec.numel)
     weights = scaled(rng, *shape)
     if kind == "positive":
@@ -362,7 +362,7 @@ def test_streams_that_do_not_fit_are_refused():
 
 
 def put(*fields):
-    """Lay (value, bits) end to end."""
+    """Concatenate fields of (value, bits)."""
     number = at = 0
     for value, bits in fields:
         number |= value << at

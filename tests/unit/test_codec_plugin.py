@@ -6,7 +6,7 @@ import sys
 import pytest
 
 CODEC = '''
-"""A codec of somebody else."""
+"""A codec of another package, for the protocol before `each` was added."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -60,7 +60,7 @@ for ask in (slimtensors.load, slimtensors.inspect):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """An installed package with a codec."""
+    """Return the folder of an installed package with a codec."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "acme_flip.py").write_text(CODEC)
     info = folder / "acme_flip-1.0.dist-info"
@@ -128,7 +128,7 @@ def test_the_key_that_was_chosen_is_in_the_file(saved):
     assert b'"codec":{"name":"acme.flip","key":7}' in saved.read_bytes()
 
 
-def test_a_broken_package_breaks_only_what_needs_it(package, tmp_path):
+def test_a_broken_package_affects_only_its_own_codec(package, tmp_path):
     (tmp_path / "acme_flip.py").write_text("import does_not_exist")
     info = tmp_path / "acme_flip-1.0.dist-info"
     info.mkdir()

@@ -1,4 +1,4 @@
-"""Whatever happens while saving, the old model or the new one is there afterwards, and whole."""
+"""An interrupted save leaves either the complete old model or the complete new one."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def replace(path, kind, **options):
 
 @pytest.fixture
 def quick(tmp_path) -> Iterator[Path]:
-    """Return a folder in memory, where `fsync` costs nothing; it matters only to power failures."""
+    """Yield a folder in memory, where `fsync` is free; it matters only for power failures."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -94,7 +94,7 @@ KINDS = ["file", "single to shards", "shards to single", "shards to shards"]
 
 
 def each_kind(check: str, folder: Path, *args: object, command: Sequence[str] = ()) -> list[Any]:
-    """Run a check for each kind of replacement, all in one process; return what it found."""
+    """Run a check for each kind of replacement, all in one process; return the results."""
     code = f"{STATES}\n{check}\n{EACH_KIND}"
     done = subprocess.run(
         [*command, sys.executable, *([] if command else ["-c"]), code, *map(str, [folder, *args])],
@@ -145,7 +145,7 @@ def test_killing_a_process_while_it_saves_leaves_a_whole_model(quick):
 
 
 AT_EVERY_LINE = """
-FILES = ("atomic.py", "shards.py", "writer.py")
+FILES = ("atomic.py", "writer.py")
 OURS = {str(Path(storage.__file__).parent / name) for name in FILES}
 
 def at_line(number, act):
@@ -282,7 +282,7 @@ def test_ctrl_c_while_saving_leaves_the_old_model_and_nothing_else(tmp_path, kin
     command = [sys.executable, "-c", SLOW_SAVE, str(tmp_path / "model"), kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as child:
         assert child.stdout.readline() == "saving\n"
-        assert leftovers(tmp_path)  # it is really in the middle
+        assert leftovers(tmp_path)  # the save has started
         child.send_signal(signal.SIGINT)
         out, _ = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, "old\n")
@@ -362,7 +362,7 @@ def test_a_file_that_may_not_grow_leaves_the_old_model_and_nothing_else(quick):
 
 
 def can_mount() -> bool:
-    """Tell whether we may mount a small disk for a process of our own."""
+    """Return True if a small disk can be mounted for a child process."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return False
     script = "mount -t tmpfs -o size=64k tmpfs /mnt"
@@ -403,7 +403,7 @@ except PermissionError as error:
 
 @linux
 def test_a_folder_that_may_not_be_written_keeps_its_file():
-    with tempfile.TemporaryDirectory() as name:  # one that another user may enter
+    with tempfile.TemporaryDirectory() as name:  # accessible to another user
         folder, path = Path(name), Path(name) / "model.safetensors"
         run(STATES + "start(Path(sys.argv[1]), 'file')", path)
         before = path.read_bytes()

@@ -20,7 +20,7 @@ UNIT, LOWEST = 1 << 14, 1 << 16
 
 
 def random_mask(seed, shape, density, spread=0.0):
-    """A mask whose rows and columns differ in density the more, the larger `spread` is."""
+    """Return a mask whose row and column densities vary by `spread`."""
     rng = np.random.default_rng(seed)
     rows, width = int(np.prod(shape[:-1])), shape[-1]
     share = density * np.exp(spread * rng.standard_normal((rows, 1)))
@@ -42,7 +42,7 @@ def slow_vectors(size):
 
 
 def slow_order(size, rows, columns, chances, vectors):
-    """The lane and the chance of a one for each bit, in the order of decoding."""
+    """Return the lane and the probability of a set bit, in the order of decoding."""
     width = len(columns) // 8
     for i in range(8 * size):
         row, column = i // (8 * width), i % (8 * width)
@@ -83,7 +83,7 @@ def slow_decode(coded, size, rows, columns, chances):
 
 
 def slow_labels(data, sizes, counts):
-    """The labels of rows and of columns, one rANS stream."""
+    """Decode the labels of rows and columns from one rANS stream."""
     state = struct.unpack_from("<I", data)[0]
     rest = iter(data[4:])
     for size, count in zip(sizes, counts, strict=True):
@@ -207,7 +207,7 @@ def test_models_are_packed_by_the_definition(rows, columns, classes, data):
 
 
 @pytest.mark.parametrize("vectors", [1, 2, 4])
-def test_every_number_of_states_is_the_definition(vectors):
+def test_every_number_of_states_agrees_with_the_definition(vectors):
     size = {1: (1 << 15) - 35, 2: 1 << 15, 4: 1 << 17}[vectors]
     mask = random_mask(vectors, (-(-size // 35), 35), 0.06, 0.7)
     stream = round_trip(mask)
@@ -230,7 +230,7 @@ def test_every_number_of_states_is_the_definition(vectors):
         (3, 700, 97),
     ],
 )
-def test_masks_around_the_size_of_a_chunk_come_back(shape, density):
+def test_masks_around_the_size_of_a_chunk_round_trip(shape, density):
     round_trip(random_mask(1, shape, density, 0.3))
 
 
@@ -323,7 +323,7 @@ BAD_MODELS = {
 
 
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_models_that_no_writer_made_are_refused(name):
+def test_invalid_models_are_refused(name):
     with pytest.raises(ValueError, match=r"\w"):
         _core.density_unpack(BAD_MODELS[name], bytearray(40), bytearray(8), bytearray(256))
 

@@ -1,4 +1,4 @@
-"""Sums of squares against slow twins, in fast and in plain code."""
+"""Sums of squares agree with their definition, in fast and in plain code."""
 
 import math
 import os
@@ -18,7 +18,7 @@ LANES = 16
 
 
 def slow_sum(numbers):
-    """Squares in sums that take turns, which then add up by halves: the order that is promised."""
+    """Sum squares in interleaved lanes, then add these up by halves: the documented order."""
     sums = [0.0] * LANES
     for i, x in enumerate(numbers):
         sums[i % LANES] += x * x
@@ -42,7 +42,7 @@ def test_sums_are_those_of_the_slow_twin_to_the_last_bit(items, dtype, exponent,
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 1700), st.sampled_from(FLOATS), st.integers(1, 90), st.integers(0, 2**32))
-def test_what_rounding_lost_is_what_comparing_says_to_the_last_bit(items, dtype, block, seed):
+def test_rounding_loss_equals_the_measured_distance_to_the_last_bit(items, dtype, block, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(items, generator=g).to(dtype)
     codes = torch.randint(-128, 128, (items,), generator=g, dtype=torch.int8)
@@ -59,7 +59,7 @@ def test_what_rounding_lost_is_what_comparing_says_to_the_last_bit(items, dtype,
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_what_is_not_finite_shows(dtype):
+def test_nan_and_infinity_propagate(dtype):
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.ones(21, dtype=dtype)
         x[17] = bad
@@ -78,14 +78,14 @@ def test_distances_are_relative_to_the_second(dtype):
     assert relative_distance(x, torch.zeros_like(x)) == 0.0
 
 
-def test_numbers_whose_squares_float32_cannot_hold():
+def test_numbers_whose_squares_overflow_float32():
     for size in (1e-30, 1e30):
         x = torch.full((100,), size)
         assert norm(x) == pytest.approx(10 * size)
         assert relative_distance(1.5 * x, x) == pytest.approx(0.5)
 
 
-def test_what_does_not_fit_is_refused():
+def test_sizes_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="items must be"):
         _core.sum_of_squares(bytes(8), "float8_e4m3fn")
     with pytest.raises(ValueError, match="multiple"):

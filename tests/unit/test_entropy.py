@@ -1,4 +1,4 @@
-"""How many bits a tensor needs."""
+"""Order-0 entropy of tensors."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ def slow_entropy(symbols):
 
 
 def slow_counts(raw, itemsize, rotated):
-    """The slow twin: one item after the other, one byte after the other."""
+    """Count the bytes one by one."""
     counts = np.zeros((itemsize, 256), np.uint64)
     for i in range(0, len(raw), itemsize):
         word = int.from_bytes(raw[i : i + itemsize], "little")
@@ -65,7 +65,7 @@ def test_more_bytes_than_a_block_are_counted():
         (4, 2, False, 9),
     ],
 )
-def test_what_has_no_planes_is_refused(size, itemsize, rotated, room):
+def test_invalid_item_sizes_are_refused(size, itemsize, rotated, room):
     with pytest.raises(ValueError, match=r"."):
         _core.count_bytes(np.zeros(size, np.uint8), itemsize, rotated, np.zeros(room, np.uint8))
 
@@ -100,6 +100,6 @@ def test_every_dtype_has_a_bound_that_coding_respects(dtype):
     assert order0(few) <= coded
 
 
-def test_nothing_needs_nothing():
+def test_empty_and_constant_tensors_need_no_bits():
     assert order0(torch.empty(0)) == 0
     assert order0(torch.ones(100)) == 0

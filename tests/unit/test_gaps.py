@@ -54,7 +54,7 @@ def test_tokens_are_the_gaps_between_ones(size, density, seed):
 
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 9])
-def test_every_chunk_starts_anew(size, density):
+def test_gaps_restart_with_every_chunk(size, density):
     mask = random_mask(size, size, density)
     parts = round_trip(mask)
     pieces = [slow_tokens(mask[i : i + CHUNK]) for i in range(0, size, CHUNK)]
@@ -65,7 +65,7 @@ def test_every_chunk_starts_anew(size, density):
 
 
 @pytest.mark.parametrize("zeros", [254, 255, 256, 509, 510, 511, 765, 1020])
-def test_long_gaps_are_told_in_steps_of_255(zeros):
+def test_long_gaps_are_coded_in_steps_of_255(zeros):
     bits = np.zeros(2048, dtype=np.uint8)
     bits[zeros] = bits[2 * zeros + 1] = 1
     mask = torch.from_numpy(np.packbits(bits, bitorder="little"))

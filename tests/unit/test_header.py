@@ -1,4 +1,4 @@
-"""The header of a file: every reader accepts what we write, and we accept what others write."""
+"""Headers of safetensors files: other readers accept ours, and we accept theirs."""
 
 import struct
 
@@ -63,7 +63,7 @@ def test_four_bit_items_are_counted_as_safetensors_counts_them(tmp_path):
     assert same_bits(load_file(tmp_path / "x.safetensors")["x"], x)
 
 
-def test_a_scalar_of_four_bit_pairs_survives_although_safetensors_cannot_say_it(tmp_path):
+def test_a_scalar_of_four_bit_pairs_round_trips_although_safetensors_lacks_it(tmp_path):
     pairs = DTYPES.get("float4_e2m1fn_x2")
     if pairs is None:
         pytest.skip("this torch has no 4-bit floats")
@@ -148,7 +148,7 @@ def test_names_that_json_makes_much_longer_move_the_data(tmp_path):
     assert load_file(tmp_path / "x.safetensors").keys() == tensors.keys()
 
 
-def test_what_is_packed_is_unpacked_again():
+def test_packed_headers_are_unpacked():
     entries = {
         "b": HeaderEntry(Spec(torch.bfloat16, (2, 3)), 4, 16),
         "a": HeaderEntry(Spec(torch.int32, ()), 0, 4),

@@ -1,4 +1,4 @@
-"""Hidden names: folders that take each other's place, and what killed writers leave."""
+"""Atomic replacement of folders, temporary names, and leftovers of killed writers."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ while killed:
     if found == "nothing":
         (kept,) = folder.glob(".model.*.slimtensors-old")
         found = f"{which(kept)}, hidden"
-    for _ in range(2 if "hidden" in found else 1):  # as long as it has no name, the old one stays
+    for _ in range(2 if "hidden" in found else 1):  # the first write keeps the only complete folder
         with atomic.create_folder(target, replace=True) as made:
             write(made, "newer")
     assert which(target) == "newer", number
@@ -82,7 +82,7 @@ def test_a_process_killed_at_any_line_leaves_the_old_folder_or_the_new_one(tmp_p
     assert found == sorted(found, reverse=True)  # once new, it stays so
 
 
-def test_where_it_takes_two_steps_the_old_folder_is_kept_under_a_hidden_name(tmp_path):
+def test_replacing_in_two_steps_keeps_the_old_folder_under_a_hidden_name(tmp_path):
     found = run(REPLACE, tmp_path / "x", "two steps").splitlines()
     assert set(found) == {"old", "old, hidden", "new"}
 
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_exchanged_is_replaced_in_two_steps(tmp_path, mo
     assert [path.name for path in tmp_path.rglob("*")] == ["old", "new"]
 
 
-def test_what_has_a_writer_stays_and_what_has_none_goes(tmp_path):
+def test_locked_leftovers_stay_and_others_are_removed(tmp_path):
     target = tmp_path / "x"
     with temporary_folder(target) as mine:
         file, lock = create_temporary(target, Path.touch)
@@ -111,7 +111,7 @@ def test_what_has_a_writer_stays_and_what_has_none_goes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
-def test_what_another_machine_has_made_stays(tmp_path, monkeypatch):
+def test_leftovers_of_another_machine_stay(tmp_path, monkeypatch):
     left = temporary_name(tmp_path / "x")
     left.mkdir()
     monkeypatch.setattr("slimtensors.storage.atomic._machine_id", lambda: "01234567")
@@ -140,7 +140,7 @@ def test_an_interrupt_between_two_steps_leaves_a_folder_under_the_name(tmp_path,
     assert old.exists()
 
 
-def test_a_model_whose_file_was_removed_before_it_got_its_name_does_not_cost_the_old_one(tmp_path):
+def test_losing_the_temporary_file_keeps_the_old_model(tmp_path):
     old = {f"x{i}": torch.randn(100) for i in range(4)}
     slimtensors.save(old, tmp_path / "model", max_shard_size=400)
 
@@ -153,7 +153,7 @@ def test_a_model_whose_file_was_removed_before_it_got_its_name_does_not_cost_the
     assert slimtensors.load(tmp_path / "model").keys() == old.keys()
 
 
-def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
+def test_a_replaced_folder_is_removed_only_once_its_name_exists_again(tmp_path):
     old = temporary_name(tmp_path / "x", REPLACED_SUFFIX)
     old.mkdir()
     remove_leftovers(tmp_path / "x")
@@ -165,7 +165,7 @@ def test_an_old_folder_goes_only_when_a_new_one_has_its_name(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_folder_made_anew_rids_its_place_of_what_was_left_there(tmp_path):
+def test_compressing_a_folder_removes_its_leftovers(tmp_path):
     (tmp_path / "model").mkdir()
     slimtensors.save({"x": torch.zeros(99)}, tmp_path / "model")
     target = tmp_path / "small"
@@ -188,19 +188,19 @@ assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "folder/"])
-def test_the_next_save_removes_what_a_killed_one_left(tmp_path, name):
+def test_the_next_save_removes_the_leftovers_of_a_killed_one(tmp_path, name):
     target = tmp_path / name
     if name.endswith("/"):
         target.mkdir()
     run(KILLED, target)
     assert len(leftovers(tmp_path)) == 1
     slimtensors.save({"y": torch.ones(9)}, tmp_path / "y.safetensors")
-    assert len(leftovers(tmp_path)) == 1  # it is another target's
+    assert len(leftovers(tmp_path)) == 1  # a leftover of another target
     slimtensors.save({"x": torch.ones(9)}, target)
     assert leftovers(tmp_path) == []
 
 
-def test_a_save_leaves_alone_what_another_one_is_writing_to_the_same_place(tmp_path):
+def test_concurrent_saves_do_not_remove_each_others_files(tmp_path):
     target, inner = tmp_path / "x.safetensors", []
 
     def save_too(done):
@@ -219,7 +219,7 @@ def test_a_file_may_have_the_longest_name_there_is(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(tmp_path, monkeypatch):
+def test_without_locks_no_leftovers_are_removed(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no locks here")
 

@@ -24,7 +24,7 @@ KINDS = [(1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (
 
 
 def slow_lengths(plane):
-    """Return the code lengths at the front of a coded plane, and what follows them."""
+    """Return the code lengths at the start of a coded plane, and the rest."""
     nibbles = [n for byte in plane for n in (byte & 15, byte >> 4)]
     lengths, at = [], 0
     while len(lengths) < 256:
@@ -197,7 +197,7 @@ def test_planes_are_stored_as_what_is_smallest():
 
 
 def heap_cost(counts):
-    """Bits that an optimal code of any length takes, and its longest word."""
+    """Return the bits of an optimal code without a length limit, and its longest word."""
     heap = [(n, k, 0) for k, n in enumerate(counts) if n]
     heapq.heapify(heap)
     cost = 0
@@ -314,7 +314,7 @@ def test_a_range_of_items_is_decoded_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int8])
-def test_pieces_lie_within_the_whole(dtype):
+def test_parts_of_slices_are_views_of_the_whole(dtype):
     x = (torch.randn(5 * CHUNK + 100) * 50).to(dtype)
     parts, step = Huffman().encode(x), Huffman().step(Spec.of(x))
     for every in (step, 2 * step, 100 * step):
@@ -337,7 +337,7 @@ def test_random_bytes_grow_by_the_chunk_table_only():
 
 
 def damaged(parts, seed):
-    """Copies of the parts with one bit of one of them flipped."""
+    """Yield copies of the parts with one flipped bit."""
     rng = np.random.default_rng(seed)
     copies = {name: part.clone() for name, part in parts.items()}
     victim = as_bytes(copies[rng.choice(["chunks", "data"])])
@@ -359,7 +359,7 @@ def test_a_flipped_bit_is_always_noticed(dtype, seed):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_only_what_was_compared_before_is_decoded_without_checksums(threads):
+def test_decoding_without_checksums_needs_no_checksums(threads):
     x = torch.randn(5 * CHUNK + 7).bfloat16()
     parts, out = Huffman().encode(x), torch.empty_like(x)
     Huffman().decode_unchecked(parts, out, threads)
@@ -396,7 +396,7 @@ def test_parts_that_do_not_fit_are_refused():
 
 
 def sealed(sizes, body, items):
-    """Rows for one chunk of `items` one-byte items, with a checksum that is right."""
+    """Return rows for one chunk of `items` one-byte items, with a valid checksum."""
     sizes = np.array(sizes, dtype="<u4")
     checksum = _core.crc32c(sizes.tobytes() + body)
     rows = np.array([checksum, *sizes], dtype="<u4").view(np.uint8)
@@ -436,7 +436,7 @@ HOSTILE = {
 }
 
 
-def test_the_good_neighbour_of_the_hostile_ones_decodes():
+def test_a_valid_chunk_next_to_the_hostile_ones_decodes():
     rows, data, itemsize, rotated, items = sealed([23], GOOD, 40)
     _core.huffman_decode(rows, data, itemsize, rotated, items)
     assert items.tolist() == [1, 0, 1, 0, 1, 0, 1, 0] * 5

@@ -1,4 +1,4 @@
-"""Floats rounded to bytes in blocks."""
+"""The codec `int-blocks`: floats rounded to 8-bit integers in blocks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def expected(x, block):
-    """Round item by item: the slow twin."""
+    """Round item by item."""
     flat, out = x.float().flatten(), []
     for i in range(0, flat.numel(), block):
         some = flat[i : i + block]
@@ -53,7 +53,7 @@ def test_threads_and_pieces_change_nothing():
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_error_is_told_without_decoding(dtype):
+def test_the_error_is_computed_without_decoding(dtype):
     x = torch.randn(70, 33).to(dtype)
     codec = IntBlocks(16)
     parts = codec.encode(x)
@@ -74,7 +74,7 @@ def test_tiny_numbers_and_empty_tensors():
     assert same_bits(IntBlocks().decode(IntBlocks().encode(empty), Spec.of(empty)), empty)
 
 
-def test_what_cannot_be_rounded_is_refused():
+def test_nan_infinity_and_integers_are_refused():
     for x in (torch.ones(3, dtype=torch.int32), torch.tensor([1.0, float("nan")])):
         with pytest.raises(ConfigError):
             IntBlocks().encode(x)
@@ -82,7 +82,7 @@ def test_what_cannot_be_rounded_is_refused():
         IntBlocks(3)
 
 
-def test_parts_that_do_not_fit_are_damage():
+def test_parts_that_do_not_fit_are_corrupt():
     x = torch.randn(8, 16)
     parts = IntBlocks().encode(x)
     for wrong in (

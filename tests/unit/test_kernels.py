@@ -22,7 +22,7 @@ def u8(values):
 
 
 def odd(array):
-    """The same bytes at an odd address, between guard bytes that nobody may touch."""
+    """Return the same bytes at an odd address, between guard bytes that must not change."""
     framed = np.full(array.size + 64, 0xA5, dtype=np.uint8)
     start = 32 + (framed.ctypes.data + 1) % 2
     framed[start : start + array.size] = array
@@ -89,7 +89,7 @@ def slow_group_peaks(items, itemsize, signed_zero):
 
 
 def sparse_items(rng, count, itemsize, density):
-    """Random items of which some are zero, and some have a single bit set anywhere."""
+    """Return random items, some of them zero, and some with a single bit set."""
     items = rng.integers(0, 256, (count, itemsize), dtype=np.uint8)
     lonely = rng.random(count) < 0.3
     items[lonely] = 0
@@ -188,7 +188,7 @@ def test_rows_that_are_whole_bytes_are_one_long_row():
     density=st.sampled_from((0.0, 0.3, 1.0)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_count_zeros_tells_zero_from_negative_zero(itemsize, count, density, seed):
+def test_count_zeros_distinguishes_zero_and_negative_zero(itemsize, count, density, seed):
     rng = np.random.default_rng(seed)
     items = sparse_items(rng, count, itemsize, density).reshape(-1, itemsize)
     negative_zero = u8([0] * (itemsize - 1) + [0x80])
@@ -218,7 +218,7 @@ def test_group_peaks_finds_the_fullest_groups(itemsize, count, density, signed_z
 
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 20_000, 20_479])
-def test_group_peaks_looks_at_every_item(place):
+def test_group_peaks_counts_every_item(place):
     items = np.zeros(20_480, np.uint16)
     items[place - place % 4 : place - place % 4 + 4] = 1
     assert _core.group_peaks(items.view(np.uint8), 2, True) == (4, 4, 4, 4)
@@ -325,7 +325,7 @@ def test_crc32c_is_the_same_in_long_and_short_steps(size):
     assert _core.crc32c(data) == in_steps == slow_crc32c(data.tolist())
 
 
-def test_crc32c_join_takes_lengths_that_no_memory_holds():
+def test_crc32c_join_takes_lengths_beyond_memory():
     zeros = 0
     length = 0
     for k in range(62):  # a piece of 2^k zero bytes from two of half the length
@@ -458,7 +458,7 @@ def test_scatter_refuses_before_it_writes(mask, values):
     assert items == b"x" * 11
 
 
-def test_calls_from_several_threads_run_side_by_side():
+def test_calls_from_several_threads_run_in_parallel():
     data = np.arange(1_000_000, dtype=np.uint32).view(np.uint8)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(lambda _: _core.crc32c(data), range(16))) == {_core.crc32c(data)}

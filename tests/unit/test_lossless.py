@@ -65,7 +65,7 @@ def test_negative_zeros_are_kept_and_mentioned():
 
 
 @pytest.mark.parametrize("largest", [1e-300, 1e-40, 1e300, float("inf"), float("nan")])
-def test_what_has_no_scale_is_not_rounded(tmp_path, largest):
+def test_tensors_out_of_the_range_of_scales_are_not_rounded(tmp_path, largest):
     x = weights(64, 64).double() / 0.02 * (1 if largest > 1 else largest)
     x[3, 5] = largest
     summary = slimtensors.save({"x": x}, tmp_path / "x", preset="extreme")
@@ -73,7 +73,7 @@ def test_what_has_no_scale_is_not_rounded(tmp_path, largest):
     assert same_bits(slimtensors.load(tmp_path / "x")["x"], x)
 
 
-def test_everything_comes_back_from_a_file(tmp_path):
+def test_all_tensors_round_trip_through_a_file(tmp_path):
     x = weights(300, 700)
     tensors = {
         "bf16": x.bfloat16(),

@@ -1,4 +1,4 @@
-"""Saving and loading take the tensors themselves and a few on their way, never a second model."""
+"""Peak memory of saving and loading: the tensors and a few in flight, never a second model."""
 
 import json
 import sys
@@ -112,7 +112,7 @@ print(json.dumps(most))
 @pytest.mark.parametrize("preset", ["sparse", "dense"])
 @pytest.mark.parametrize(("count", "size"), [(8, 32 * MB), (1300, 200_000)], ids=["large", "small"])
 @pytest.mark.slow
-def test_pages_of_the_file_are_given_back_after_use(tmp_path, preset, count, size):
+def test_pages_of_the_file_are_released_after_use(tmp_path, preset, count, size):
     path = tmp_path / "x.safetensors"
     most = numbers(ITERATE, path, preset, count, size // 2)
     assert path.stat().st_size > 130 * MB
@@ -121,5 +121,5 @@ def test_pages_of_the_file_are_given_back_after_use(tmp_path, preset, count, siz
 
 
 def numbers(code: str, *args: object) -> Any:
-    """Run code in a process of its own, whose memory is its own; return what it measured."""
+    """Run code in a child process, to measure its memory; return the parsed output."""
     return json.loads(run(code, *args, timeout=120))

@@ -36,13 +36,13 @@ def test_the_chosen_plan_is_close_to_the_smallest(shape, share):
 
 
 @pytest.mark.parametrize("effort", ["fast", "max"])
-def test_masks_too_small_to_gain_stay_as_they_are(effort):
+def test_masks_too_small_to_gain_are_stored_unchanged(effort):
     assert choose_mask_plan(0, 0, effort) is None
     assert choose_mask_plan(3, 64, effort) is None
     assert choose_mask_plan(1000, 2000, effort) is None
 
 
-def test_noise_stays_as_it_is_in_fast():
+def test_random_masks_are_stored_unchanged_by_fast_presets():
     assert choose_mask_plan(500_000, 1_000_000, "fast") is None
 
 

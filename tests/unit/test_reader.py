@@ -1,4 +1,4 @@
-"""Reading files, folders and indexes that are in order, and saying clearly what is not there."""
+"""Reading valid files, folders and indexes, and errors for missing ones."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_model_is_found_among_other_files(tmp_path):
     assert slimtensors.load(tmp_path).keys() == sample().keys()
 
 
-def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
+def test_the_error_for_a_folder_without_safetensors_lists_its_files(tmp_path):
     with pytest.raises(FormatError, match="files found; the folder contains nothing") as caught:
         slimtensors.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
@@ -64,7 +64,7 @@ def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
         slimtensors.load(tmp_path)
 
 
-def test_a_folder_with_several_candidates_asks_which(tmp_path):
+def test_a_folder_with_several_candidates_is_refused(tmp_path):
     for name in ("a", "b"):
         slimtensors.save(sample(), tmp_path / f"{name}.safetensors")
     with pytest.raises(FormatError, match=r"name one of a\.safetensors, b\.safetensors"):
@@ -72,14 +72,14 @@ def test_a_folder_with_several_candidates_asks_which(tmp_path):
 
 
 @pytest.mark.parametrize("call", [slimtensors.load, slimtensors.open, slimtensors.verify])
-def test_what_does_not_exist_is_not_found(tmp_path, call):
+def test_a_missing_file_is_not_found(tmp_path, call):
     with pytest.raises(FileNotFoundError, match="nothing"):
         call(tmp_path / "nothing.safetensors")
     with pytest.raises(FileNotFoundError, match="nothing"):
         call(tmp_path / "nothing.json")
 
 
-def test_a_name_that_is_not_there_is_a_key_error_that_names_both(tmp_path):
+def test_an_unknown_name_is_a_key_error_with_name_and_file(tmp_path):
     slimtensors.save(sample(), tmp_path / "x.safetensors")
     archive = slimtensors.open(tmp_path / "x.safetensors")
     assert "nope" not in archive
@@ -103,7 +103,7 @@ def test_a_tensor_can_be_described_without_decoding_it(tmp_path, dialect):
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
-def test_what_was_loaded_does_not_depend_on_the_file(tmp_path, dialect):
+def test_loaded_tensors_do_not_depend_on_the_file(tmp_path, dialect):
     tensors = {
         **sample(),
         "large": bits(0, 300_000, torch.float32, 0.5),
@@ -146,7 +146,7 @@ def test_iterating_may_stop_at_any_time(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
-def test_files_open_as_one_archive_that_knows_whose_each_entry_is(tmp_path, dialect):
+def test_files_open_as_one_archive_with_the_file_of_each_entry(tmp_path, dialect):
     slimtensors.save(sample(), tmp_path / "model", dialect=dialect, max_shard_size=300)
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(shards) > 1
@@ -159,7 +159,7 @@ def test_files_open_as_one_archive_that_knows_whose_each_entry_is(tmp_path, dial
     assert any(key != name for key, name in archive.owners.items()) == (dialect != "slim")
 
 
-def test_a_blob_can_be_written_again_as_it_is(tmp_path):
+def test_a_blob_can_be_written_again_unchanged(tmp_path):
     path = tmp_path / "x.safetensors"
     slimtensors.save({"x": bits(0, 4096, torch.float32, 0.5), "y": torch.ones(3)}, path)
     archive = slimtensors.open(path)
@@ -170,7 +170,7 @@ def test_a_blob_can_be_written_again_as_it_is(tmp_path):
     assert archive.packed("y") is None
 
 
-def test_who_reads_on_has_the_next_pages_fetched_meanwhile(tmp_path, monkeypatch):
+def test_sequential_reads_prefetch_the_next_pages(tmp_path, monkeypatch):
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(400 << 20)  # a hole, so nothing is written

@@ -1,4 +1,4 @@
-"""Reading from fsspec's file systems: in memory, and S3 as moto plays it on this machine."""
+"""Reading from fsspec file systems: in memory, HTTP, and S3 (moto)."""
 
 import json
 import threading
@@ -63,7 +63,7 @@ def test_files_folders_and_indexes_are_read_from_memory(tmp_path, memory, dialec
 
 @pytest.fixture(scope="module")
 def bucket():
-    """Return the URL of a bucket on a server of our own, and how to reach it."""
+    """Yield the URL of a bucket on a local server, and its storage options."""
     pytest.importorskip("s3fs")
     boto3 = pytest.importorskip("boto3")
     server_module = pytest.importorskip("moto.server")
@@ -107,12 +107,12 @@ def test_one_tensor_of_a_large_file_on_s3_is_read_alone(tmp_path, bucket, monkey
 
 
 def large() -> dict[str, torch.Tensor]:
-    """Return tensors of 4 MB each, half of it zeros."""
+    """Return tensors of 4 MB each, half of them zeros."""
     return {f"t{i}": bits(i, 1 << 20, torch.float32, 0.5) for i in range(16)}
 
 
 def count_bytes(monkeypatch, files) -> list[int]:
-    """Return a list that gets the size of everything that is fetched from a file system."""
+    """Return a list to which the size of every read from a file system is appended."""
     fetched: list[int] = []
     real = files.cat_file
 
@@ -127,7 +127,7 @@ def count_bytes(monkeypatch, files) -> list[int]:
 
 @pytest.fixture
 def far(tmp_path, memory, monkeypatch):
-    """Return large tensors, the URL of their file, its size, and what was fetched of it so far."""
+    """Return large tensors, the URL and size of their file, and the sizes of all reads."""
     files, url = memory
     tensors = large()
     slimtensors.save(tensors, tmp_path / "large.safetensors")
@@ -137,7 +137,7 @@ def far(tmp_path, memory, monkeypatch):
 
 
 AHEAD = 4 << 20
-"""What is read ahead where little is asked for."""
+"""Bytes prefetched by a small read."""
 
 
 def test_opening_a_large_file_fetches_little(far):
@@ -172,7 +172,7 @@ def test_a_large_file_is_fetched_about_once(far):
 
 
 def test_opening_a_file_of_another_program_fetches_little(memory, monkeypatch):
-    """Flat bytes could be one of our blobs; to tell, their first bytes are enough."""
+    """Flat bytes could be a compressed tensor; their first bytes decide."""
     files, url = memory
     size = 16 << 20
     entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
@@ -191,7 +191,7 @@ def test_tensors_are_saved_from_a_remote_archive(tmp_path, far):
     assert len(slimtensors.load(tmp_path / "near.safetensors")) == len(tensors)
 
 
-def test_what_is_not_there_is_not_found(memory):
+def test_missing_files_are_not_found(memory):
     _, url = memory
     for name in ("nothing.safetensors", "nothing.json"):
         with pytest.raises(FileNotFoundError, match="nothing"):
@@ -228,7 +228,7 @@ def test_a_remote_file_cut_anywhere_is_refused_and_named(tmp_path, memory):
             slimtensors.load(f"{url}/x.safetensors")
 
 
-def test_damage_in_a_remote_file_is_blamed_on_its_tensor(tmp_path, memory):
+def test_damage_in_a_remote_file_names_the_tensor(tmp_path, memory):
     files, url = memory
     slimtensors.save(sample(), tmp_path / "x.safetensors")
     raw = bytearray((tmp_path / "x.safetensors").read_bytes())
@@ -238,7 +238,7 @@ def test_damage_in_a_remote_file_is_blamed_on_its_tensor(tmp_path, memory):
         slimtensors.load(f"{url}/x.safetensors")
 
 
-def test_a_protocol_that_nobody_knows_is_named():
+def test_an_unknown_protocol_is_named():
     with pytest.raises(ConfigError, match="nosuch"):
         slimtensors.load("nosuch://bucket/x.safetensors")
 
@@ -279,6 +279,6 @@ def test_files_and_indexes_are_read_over_http(tmp_path, http):
         assert all(same_bits(back[name], x) for name, x in tensors.items())
 
 
-def test_what_is_not_there_over_http_is_named(http):
+def test_missing_files_over_http_are_named(http):
     with pytest.raises(FileNotFoundError, match=r"http://127.*/nothing.safetensors"):
         slimtensors.load(f"{http}/nothing.safetensors")

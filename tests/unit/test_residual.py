@@ -1,4 +1,4 @@
-"""What there is to store of a tensor for whoever has another one like it."""
+"""Residuals of a tensor against its base."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def words(x):
-    """The items of a tensor as Python's own integers."""
+    """Return the items of a tensor as Python integers."""
     return as_bytes(x).numpy().view(UNSIGNED[x.element_size()]).tolist()
 
 
@@ -42,13 +42,13 @@ def slow_exponent(word, dtype):
 
 
 def slow_grouped(items, by, dtype):
-    """The slow twin: a stable sort by exponent."""
+    """Sort stably by exponent."""
     order = sorted(range(len(by)), key=lambda i: slow_exponent(by[i], dtype))
     return [items[i] for i in order]
 
 
 def slow_outward(x, base, width):
-    """The slow twin: steps from one float to another, positive if away from zero."""
+    """Return the steps from one float to another, positive if away from zero."""
 
     def place(word):
         negative, magnitude = word >> width - 1, word & (1 << width - 1) - 1
@@ -64,7 +64,7 @@ def slow_outward(x, base, width):
 
 
 def pair(dtype, count, seed):
-    """Raw bits, and others of which about half are the same."""
+    """Return random bits, and a second tensor with about half of them equal."""
     base, other = bits(seed, count, dtype, 0.9), bits(seed + 1, count, dtype, 0.9)
     same = torch.rand(count, 1, generator=torch.Generator().manual_seed(seed)) < 0.5
     raw = [as_bytes(x).view(count, -1) for x in (base, other)]
@@ -75,7 +75,7 @@ pairs = st.builds(pair, st.sampled_from(list(FLOATS)), st.integers(1, 600), st.i
 
 
 @given(pairs)
-def test_the_core_computes_what_its_slow_twins_do(drawn):
+def test_the_core_agrees_with_the_definition_of_residuals(drawn):
     x, base = drawn
     outward = slow_outward(words(x), words(base), 8 * x.element_size())
     r = residual("by-exponent", x, base)
@@ -84,7 +84,7 @@ def test_the_core_computes_what_its_slow_twins_do(drawn):
 
 
 @given(pairs, st.sampled_from(KINDS))
-def test_every_kind_can_be_undone(drawn, kind):
+def test_every_kind_of_residual_is_reversible(drawn, kind):
     x, base = drawn
     assert same_bits(apply_residual(kind, residual(kind, x, base), base), x)
     assert same_bits(apply_residual(kind, residual(kind, x, base, by=x), base, by=x), x)
@@ -92,7 +92,7 @@ def test_every_kind_can_be_undone(drawn, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_the_kinds_of_every_dtype_can_be_undone(dtype):
+def test_the_residuals_of_every_dtype_are_reversible(dtype):
     x, base = pair(dtype, 64, 5)
     x, base = x.view(8, 8), base.view(8, 8)
     offered = list(applicable_kinds(Spec.of(x)))
@@ -111,7 +111,7 @@ def test_the_cheapest_kind_is_taken():
         assert same_bits(r, wanted)
 
 
-def test_what_does_not_fit_its_base_is_damage():
+def test_a_residual_that_does_not_fit_its_base_is_corrupt():
     base = torch.zeros(4).bfloat16()
     for r in (torch.zeros(3, dtype=torch.uint16), torch.zeros(4, dtype=torch.uint32)):
         for kind in ("difference", "by-exponent"):
@@ -124,7 +124,7 @@ def test_what_does_not_fit_its_base_is_damage():
 
 
 @pytest.mark.parametrize("work", [_core.group, _core.ungroup])
-def test_the_core_refuses_what_is_no_float(work):
+def test_the_core_refuses_items_that_are_not_floats(work):
     for itemsize, mantissa, sizes in [
         (0, 0, (8, 8, 8)),
         (3, 10, (9, 9, 9)),

@@ -1,4 +1,4 @@
-"""Models in folders: shards and their index, and one model replacing another."""
+"""Model folders: shards, their index, and replacing a model."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SINGLE = "model.safetensors"
 
 
 def layers(seed: int, count: int = 12) -> dict[str, torch.Tensor]:
-    """Return tensors of 8000 bytes; every other one is half zeros."""
+    """Return tensors of 8000 bytes; half of the items of every other one are zero."""
     return {
         f"layer{i}": bits(seed + i, 2000, torch.float32, 0.5 if i % 2 else 1.0).view(40, 50)
         for i in range(count)
@@ -39,7 +39,7 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def assert_holds(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Assert that the folder holds exactly this model, whole, and nothing of another."""
+    """Assert that the folder contains exactly this model, and no files of another."""
     loaded = slimtensors.load(folder)
     assert loaded.keys() == tensors.keys()
     assert all(same_bits(loaded[name], x) for name, x in tensors.items())
@@ -49,7 +49,7 @@ def assert_holds(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
 @pytest.mark.parametrize("preset", ["dense", "sparse"])
-def test_the_index_tells_where_every_stored_tensor_is(tmp_path, dialect, preset):
+def test_the_index_contains_the_file_of_every_stored_tensor(tmp_path, dialect, preset):
     tensors = layers(0)
     options = {"preset": preset, "dialect": dialect}
     slimtensors.save(tensors, tmp_path, max_shard_size="20kB", **options)
@@ -111,16 +111,16 @@ SIZES = {"single": None, "few": "40kB", "many": "10kB"}
 @pytest.mark.parametrize("first", SIZES)
 @pytest.mark.parametrize("second", SIZES)
 @pytest.mark.parametrize("third", SIZES)
-def test_a_folder_holds_exactly_the_last_model(tmp_path, first, second, third):
+def test_a_folder_contains_exactly_the_last_model(tmp_path, first, second, third):
     for seed, size in ((0, first), (100, second), (200, third)):
         slimtensors.save(layers(seed), tmp_path, max_shard_size=SIZES[size])
         assert_holds(tmp_path, layers(seed))
 
 
-def test_new_shards_never_overwrite_files_that_are_there(tmp_path):
+def test_new_shards_never_overwrite_existing_files(tmp_path):
     slimtensors.save(layers(0, 6), tmp_path, preset="dense", max_shard_size="16kB")
     names = shards_of(tmp_path)
-    (tmp_path / INDEX).unlink()  # now the shards belong to nobody, and nobody may touch them
+    (tmp_path / INDEX).unlink()  # the shards now belong to no model and must not be touched
     before = {name: (tmp_path / name).read_bytes() for name in names}
     slimtensors.save(layers(50, 6), tmp_path, preset="dense", max_shard_size="16kB")
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
@@ -129,7 +129,7 @@ def test_new_shards_never_overwrite_files_that_are_there(tmp_path):
     assert all(same_bits(loaded[name], x) for name, x in layers(50, 6).items())
 
 
-def test_an_open_archive_goes_on_reading_shards_that_were_replaced(tmp_path):
+def test_an_open_archive_can_read_shards_that_were_replaced(tmp_path):
     slimtensors.save(layers(0), tmp_path, max_shard_size="20kB")
     archive = slimtensors.open(tmp_path)
     slimtensors.save(layers(100), tmp_path, max_shard_size="20kB")
@@ -151,7 +151,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
     assert (tmp_path / "other.safetensors").read_bytes() == b"not ours"
 
 
-def test_an_index_that_cannot_be_read_is_replaced_all_the_same(tmp_path):
+def test_an_invalid_index_is_replaced(tmp_path):
     (tmp_path / INDEX).write_text("{ not json")
     for size in ("20kB", None):
         slimtensors.save(layers(0), tmp_path, max_shard_size=size)
@@ -170,7 +170,7 @@ def test_replacing_a_model_removes_only_safetensors_files(tmp_path):
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
-def test_tied_tensors_are_stored_once_in_shards_and_come_back_as_one(tmp_path, dialect):
+def test_tied_tensors_are_stored_once_in_shards_and_loaded_as_one(tmp_path, dialect):
     tensors = layers(0)
     tensors |= {f"tied{i}": tensors[f"layer{i}"] for i in range(12)}
     slimtensors.save(tensors, tmp_path, dialect=dialect, max_shard_size="20kB")
@@ -203,7 +203,7 @@ def test_every_small_limit_gives_a_whole_model(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, -1, "0", "lots", "5 parsecs", "", "-5GB"])
-def test_a_shard_size_that_is_none_is_refused(tmp_path, size):
+def test_an_invalid_shard_size_is_refused(tmp_path, size):
     with pytest.raises(ConfigError, match="size"):
         slimtensors.save(sample(), tmp_path / "folder", max_shard_size=size)
     assert not (tmp_path / "folder").exists()
@@ -216,6 +216,6 @@ def test_shards_do_not_replace_a_file(tmp_path):
     assert (tmp_path / "x").read_bytes() == b"old"
 
 
-def test_sizes_are_read_as_people_write_them():
+def test_sizes_with_units_are_parsed():
     sizes = {"5GB": 5 * 10**9, "512MiB": 512 << 20, "1.5 kB": 1500, "700": 700, 12: 12, None: None}
     assert {size: parse_size(size) for size in sizes} == sizes

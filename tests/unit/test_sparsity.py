@@ -1,4 +1,4 @@
-"""How sparse tensors and models are, and in which structure."""
+"""Sparsity of tensors and models, and its patterns."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from slimtensors.folder.config_json import (
 
 
 def keeping(kept, group, *, rows=64, columns=256, dtype=torch.bfloat16, seed=0):
-    """A matrix with exactly `kept` nonzero items in every `group` neighbours, anywhere in it."""
+    """Return a matrix with exactly `kept` nonzero items in every group of `group`."""
     g = torch.Generator().manual_seed(seed)
     x = torch.rand(rows * columns // group, group, generator=g) + 1
     order = torch.rand(x.shape, generator=g).argsort(1)
@@ -29,7 +29,7 @@ def randomly(density, *, seed=0):
     ("kept", "group"), [(2, 4), (1, 4), (4, 8), (8, 16), (3, 8), (6, 8), (16, 32), (5, 32)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
-def test_a_structure_is_found_in_the_smallest_groups_that_have_it(kept, group, dtype):
+def test_a_pattern_is_found_with_its_smallest_group_size(kept, group, dtype):
     found = sparsity_of(keeping(kept, group, dtype=dtype))
     assert found.structure == f"{kept}:{group}"
     assert found.share == 1 - kept / group
@@ -55,7 +55,7 @@ def test_rows_that_are_not_whole_groups_have_no_structure():
 
 
 @pytest.mark.parametrize("x", [torch.ones(8, 8), torch.zeros(0, 8), torch.tensor(3.0)])
-def test_dense_and_empty_tensors_have_none(x):
+def test_dense_and_empty_tensors_have_no_pattern(x):
     assert (sparsity_of(x).share, sparsity_of(x).structure) == (0.0, "unstructured")
 
 
@@ -81,7 +81,7 @@ def test_a_model_has_the_structure_that_all_its_sparse_matrices_share():
         ("dense", SparsityConfig),
     ],
 )
-def test_a_section_of_any_library_is_read(form, kind):
+def test_sparsity_config_sections_of_other_libraries_are_read(form, kind):
     section = {"format": form, "global_sparsity": "0.5", "targets": ["Linear"], "ignore": None}
     config = parse_section(section)
     assert (type(config), config.format, config.global_sparsity) == (kind, form, 0.5)

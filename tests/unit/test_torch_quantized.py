@@ -1,4 +1,4 @@
-"""torch's own quantized tensors and models."""
+"""Tensors and models of the torch quantized dtypes."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_with_one_scale_come_back(tmp_path, dtype):
+def test_tensors_with_one_scale_round_trip(tmp_path, dtype):
     x = per_tensor(dtype)
     slimtensors.save({"x": x}, tmp_path / "x")
     back = slimtensors.load(tmp_path / "x")["x"]
@@ -41,7 +41,7 @@ def test_tensors_with_one_scale_come_back(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_tensors_with_a_scale_per_channel_come_back(tmp_path, dtype):
+def test_tensors_with_a_scale_per_channel_round_trip(tmp_path, dtype):
     x = per_channel(dtype)
     slimtensors.save({"x": x, "floats": float_parameters()}, tmp_path / "x")
     back = slimtensors.load(tmp_path / "x")
@@ -70,14 +70,14 @@ def test_sparse_integers_are_compressed(tmp_path):
     assert slimtensors.verify(tmp_path / "x", against=tmp_path / "x")
 
 
-def test_the_other_dialect_names_what_it_cannot_store(tmp_path):
+def test_the_other_dialect_names_the_tensor_that_it_cannot_store(tmp_path):
     with pytest.raises(UnsupportedTensorError, match=r"x: safetensors has no qint8"):
         slimtensors.save(
             {"x": per_tensor(torch.qint8)}, tmp_path / "x", dialect="compressed-tensors"
         )
 
 
-def test_parts_that_do_not_fit_are_damage():
+def test_parts_that_do_not_fit_are_corrupt():
     x = per_channel(torch.qint8)
     parts, like = TorchQuantized().encode(x), Spec.of(x)
     for change in (
@@ -109,7 +109,7 @@ def quantized(model):
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-def test_a_dynamically_quantized_model_comes_back_and_gives_the_same_outputs(tmp_path):
+def test_a_dynamically_quantized_model_round_trips_with_the_same_outputs(tmp_path):
     model = quantized(small_model())
     state = model.state_dict()
     slimtensors.save(state, tmp_path / "model.safetensors")

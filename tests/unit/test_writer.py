@@ -1,4 +1,4 @@
-"""Writing one file: the same bytes for the same tensors, aligned, in the place of the old one."""
+"""Writing a file: deterministic bytes, alignment, and replacing an existing file."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ slimtensors.save(sample(), sys.argv[1], dialect=sys.argv[2], threads=int(sys.arg
 
 
 def large() -> dict[str, torch.Tensor]:
-    """Tensors of several chunks each, so that threads really share the work."""
+    """Return tensors of several chunks each, so that threads share the work."""
     return {
         f"layer{i}": bits(i, 3_000_000, dtype, density).view(-1, 1000)
         for i, (dtype, density) in enumerate(
@@ -66,7 +66,7 @@ def test_shards_are_the_same_bytes_on_any_number_of_threads(tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["dense", "sparse"])
-def test_every_plain_tensor_lies_aligned_in_the_slim_dialect(tmp_path, preset):
+def test_every_plain_tensor_is_aligned_in_the_slim_dialect(tmp_path, preset):
     tensors = {
         f"{name}-{count}": bits(count, count, dtype, 0.4 if count == 257 else 1.0)
         for count in (1, 3, 257)
@@ -83,7 +83,7 @@ def test_every_plain_tensor_lies_aligned_in_the_slim_dialect(tmp_path, preset):
         assert (start + begin) % tensors[name].element_size() == 0, name
 
 
-def test_every_compressed_tensor_lies_where_its_parts_are_aligned(tmp_path):
+def test_the_parts_of_every_compressed_tensor_are_aligned(tmp_path):
     tensors = {
         f"{name}-{count}": bits(count, count, dtype, 0.2)
         for count in (555, 1001)
@@ -97,7 +97,7 @@ def test_every_compressed_tensor_lies_where_its_parts_are_aligned(tmp_path):
 
 
 @DIALECTS
-def test_tied_tensors_are_stored_once_and_come_back_as_one(tmp_path, dialect):
+def test_tied_tensors_are_stored_once_and_loaded_as_one(tmp_path, dialect):
     x = bits(0, 4096, torch.float32, 0.3).view(64, 64)
     y = torch.arange(10.0)
     tensors = {"x": x, "y": y, "x2": x, "x3": x.view(64, 64), "y2": torch.nn.Parameter(y)}
@@ -132,7 +132,7 @@ def test_views_that_only_overlap_are_not_tied(tmp_path):
     assert len({id(value) for value in loaded.values()}) == len(tensors)
 
 
-def test_lazy_conjugates_and_negatives_are_stored_as_they_look(tmp_path):
+def test_lazy_conjugates_and_negatives_are_resolved(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j])
     tensors = {"z": z, "conjugate": z.conj(), "imaginary": z.conj().imag}
     slimtensors.save(tensors, tmp_path / "x.safetensors")
@@ -141,7 +141,7 @@ def test_lazy_conjugates_and_negatives_are_stored_as_they_look(tmp_path):
     assert same_bits(loaded["imaginary"], z.conj().imag.resolve_neg())
 
 
-def test_saving_writes_through_a_link(tmp_path):
+def test_saving_follows_symlinks(tmp_path):
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "real.safetensors", tmp_path / "link.safetensors"
     link.symlink_to(target)
@@ -166,14 +166,14 @@ def test_a_replaced_file_keeps_its_mode(tmp_path, mode):
     assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_a_new_file_has_the_mode_that_the_user_gives_new_files(tmp_path):
+def test_a_new_file_has_the_default_mode(tmp_path):
     (tmp_path / "other").touch()
     slimtensors.save({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert len(modes) == 1
 
 
-def test_an_open_archive_goes_on_reading_the_file_that_was_replaced(tmp_path):
+def test_an_open_archive_can_read_a_file_that_was_replaced(tmp_path):
     path = tmp_path / "x.safetensors"
     old = {"x": torch.arange(100_000)}
     slimtensors.save(old, path)
@@ -194,7 +194,7 @@ def test_an_archive_can_replace_itself(tmp_path, dialect):
     assert loaded["again"] is loaded["sparse"]
 
 
-def test_what_is_not_an_ordinary_file_is_not_replaced(tmp_path):
+def test_a_file_that_is_not_regular_is_not_replaced(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with pytest.raises(ConfigError, match="fifo"):
@@ -218,7 +218,7 @@ def test_two_tensors_that_would_get_the_same_stored_name_are_refused(tmp_path):
     assert same_tensors(slimtensors.load(tmp_path / "x.safetensors"), tensors)
 
 
-def test_bytes_that_look_like_a_compressed_tensor_come_back_as_bytes(tmp_path):
+def test_bytes_that_look_like_a_compressed_tensor_are_loaded_as_bytes(tmp_path):
     slimtensors.save({"x": torch.zeros(500)}, tmp_path / "inner.safetensors")
     inner = load_file(tmp_path / "inner.safetensors")["x"]
     assert inner.dtype is torch.uint8
