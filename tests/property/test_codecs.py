@@ -29,7 +29,7 @@ FITTING = {"bitmask24": two_four_tensors()}
 
 LOSSY = {name for name in codecs.names() if getattr(codecs.find(name), "lossy", False)}
 GENERAL = [name for name in codecs.names() if name not in {*LOSSY, "torch-quantized"}]
-"""Lossless codecs for any tensor: not `torch-quantized`, which is for the torch quantized dtypes."""
+"""Lossless codecs for any tensor; `torch-quantized` is for the torch quantized dtypes only."""
 
 every_codec = pytest.mark.parametrize("name", GENERAL)
 relaxed = settings(deadline=None, max_examples=100)

@@ -11,7 +11,9 @@ from strategies import SAFETENSORS_DTYPES, bits, same_bits, same_tensors
 
 import slimtensors
 from slimtensors.errors import FormatError
-from slimtensors.storage import FileOutput, HeaderEntry, TensorBytes, header
+from slimtensors.storage import FileOutput, HeaderEntry, TensorBytes
+from slimtensors.storage.reader import MAX_HEADER, parse_header
+from slimtensors.storage.writer import header_table, pack_header
 from slimtensors.tensor import DTYPES, Spec, as_bytes
 
 AWKWARD_NAMES = [
@@ -153,16 +155,16 @@ def test_packed_headers_are_unpacked():
         "b": HeaderEntry(Spec(torch.bfloat16, (2, 3)), 4, 16),
         "a": HeaderEntry(Spec(torch.int32, ()), 0, 4),
     }
-    raw = header.pack(header.table_text(entries), {"k": "v"}, size=400)
+    raw = pack_header(header_table(entries), {"k": "v"}, size=400)
     assert len(raw) == 400
-    found = header.unpack(raw, 416)
+    found = parse_header(raw, 416)
     assert (found.entries, found.metadata, found.size) == (entries, {"k": "v"}, 400)
     assert list(found.entries) == ["b", "a"]
 
 
 def test_a_header_that_no_reader_would_accept_is_not_written():
     with pytest.raises(FormatError, match="use more shards"):
-        header.pack("}" + " " * header.LIMIT, {})
+        pack_header("}" + " " * MAX_HEADER, {})
 
 
 def test_metadata_of_other_programs_is_accepted(tmp_path):

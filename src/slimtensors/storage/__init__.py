@@ -10,7 +10,6 @@ from slimtensors.storage.atomic import (
     write_file_atomically,
     write_json,
 )
-from slimtensors.storage.header import Header, HeaderEntry, check_name, has_code
 from slimtensors.storage.location import (
     LocalLocation,
     Location,
@@ -25,6 +24,8 @@ from slimtensors.storage.reader import (
     INCOMPLETE,
     INDEX,
     SINGLE,
+    Header,
+    HeaderEntry,
     StoredFile,
     is_distributed,
     is_inside,
@@ -39,7 +40,9 @@ from slimtensors.storage.writer import (
     Output,
     RemoteOutput,
     TensorBytes,
+    check_name,
     find_model_files,
+    has_code,
     note_parameters,
     parse_size,
     write_index,

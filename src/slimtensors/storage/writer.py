@@ -5,9 +5,11 @@ Files appear under their final names when they are complete, or not at all.
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,13 +21,21 @@ from typing import BinaryIO, Protocol, Self
 
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, FormatError
-from slimtensors.storage import header as headers
+from slimtensors.errors import ConfigError, FormatError, UnsupportedTensorError
 from slimtensors.storage.atomic import create_temporary, remove_leftovers, sync_folder, write_json
-from slimtensors.storage.header import HeaderEntry
 from slimtensors.storage.location import LocalLocation, RemoteLocation
-from slimtensors.storage.reader import INCOMPLETE, INDEX, SINGLE, open_file, read_index
-from slimtensors.tensor import Json, Spec, ceil_div
+from slimtensors.storage.reader import (
+    CODE_OF_DTYPE,
+    INCOMPLETE,
+    INDEX,
+    MAX_HEADER,
+    PACKED_PAIR,
+    SINGLE,
+    HeaderEntry,
+    open_file,
+    read_index,
+)
+from slimtensors.tensor import Json, Spec, ceil_div, is_valid_text
 
 _FLUSH = 16 << 20
 """Bytes after which writing to disk is started."""
@@ -296,6 +306,19 @@ def parse_size(size: int | str | None) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
+def has_code(spec: Spec) -> bool:
+    """Return True if safetensors supports the dtype and shape."""
+    return spec.dtype in CODE_OF_DTYPE and not (spec.dtype == PACKED_PAIR and not spec.shape)
+
+
+def check_name(name: str) -> None:
+    """Raise `UnsupportedTensorError` if a stored tensor cannot have this name."""
+    if name == "__metadata__":
+        raise UnsupportedTensorError("tensor name '__metadata__' is reserved")
+    if not is_valid_text(name):
+        raise UnsupportedTensorError(f"tensor name is not valid Unicode: {name!r}")
+
+
 class Writer:
     """A safetensors file that is written under a temporary name beside its target.
 
@@ -335,8 +358,8 @@ class Writer:
 
         `describe` returns the metadata from the text of the header table.
         """
-        table = headers.table_text({name: self._entries[name] for name in order})
-        raw = headers.pack(table, describe(table), size=self._reserve)
+        table = header_table({name: self._entries[name] for name in order})
+        raw = pack_header(table, describe(table), size=self._reserve)
         if len(raw) > self._reserve:
             self._move_data(len(raw))
         self._file.seek(0)
@@ -370,6 +393,38 @@ class Writer:
             self._file.close()
         self._temporary.unlink(missing_ok=True)
         os.close(self._descriptor)  # releases the lock: until then it is not a leftover
+
+
+def header_table(entries: Mapping[str, HeaderEntry]) -> str:
+    """Return the JSON text of the tensors, without the opening brace."""
+    table = {
+        name: {
+            "dtype": CODE_OF_DTYPE[entry.spec.dtype],
+            "shape": _stored_shape(entry.spec),
+            "data_offsets": [entry.begin, entry.end],
+        }
+        for name, entry in entries.items()
+    }
+    return json.dumps(table, separators=(",", ":"), ensure_ascii=False)[1:]
+
+
+def pack_header(table: str, metadata: Mapping[str, str], *, size: int = 0) -> bytes:
+    """Return the bytes of a header, padded with spaces to `size` bytes if it is shorter."""
+    start = json.dumps({"__metadata__": dict(metadata)}, separators=(",", ":"))
+    comma = "," if len(table) > 1 else ""
+    text = (start[:-1] + comma + table).encode()
+    width = max(size - 8, math.ceil(len(text) / 8) * 8)
+    if width > MAX_HEADER:
+        raise FormatError(
+            f"header of {width} bytes is too large (limit {MAX_HEADER}); use more shards"
+        )
+    return struct.pack("<Q", width) + text.ljust(width)
+
+
+def _stored_shape(spec: Spec) -> list[int]:
+    if spec.dtype == PACKED_PAIR:
+        return [*spec.shape[:-1], spec.shape[-1] * 2]
+    return list(spec.shape)
 
 
 def check_target(path: Path) -> Path:
