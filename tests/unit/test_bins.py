@@ -273,6 +273,9 @@ def test_large_tensors_survive_on_several_threads(dtype, kind):
     parts = Bins().encode(x, each)
     assert torch.equal(parts["stream"], Bins().encode(x)["stream"])
     assert same_bits(Bins().decode(parts, spec, each), x)
+    out = torch.empty_like(x)
+    Bins().decode_into(parts, out, each)
+    assert same_bits(out, x)
 
 
 def test_both_kinds_of_code_write_and_read_the_same_bytes():

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors import codecs
-from slimtensors.codecs.protocol import takes_each
+from slimtensors.codecs.protocol import has_random_access, takes_each
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, Parts, Spec, relative_distance, view_as
@@ -114,12 +114,12 @@ def decode(encoded: Encoded, each: Each = serially) -> Tensor:
 def decode_into(encoded: Encoded, out: Tensor, each: Each = serially) -> Tensor:
     """Decode into the memory of `out` if the codec supports it; return the decoded tensor."""
     codec = encoded.codec
-    if not isinstance(codec, codecs.RandomAccess):
+    if not has_random_access(codec):
         return decode(encoded, each)
     try:
         codec.decode_into(decode_parts(encoded, each), out, each)
     except KeyError as error:
-        raise CorruptFileError(f"codec {codec.name!r}: part {error} is missing") from error
+        raise CorruptFileError(f"codec {encoded.codec.name!r}: part {error} is missing") from error
     return out
 
 

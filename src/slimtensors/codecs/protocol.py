@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -71,6 +71,16 @@ class Measured(Protocol):
     def relative_error(self, parts: Parts, x: Tensor) -> float:
         """Return the RMS error of `parts`, relative to the RMS of `x`."""
         ...
+
+
+def has_random_access(codec: Codec) -> TypeGuard[RandomAccess]:
+    """Return True if a codec has the ability `RandomAccess`; faster than `isinstance`."""
+    return _has_random_access(type(codec))
+
+
+@cache
+def _has_random_access(cls: type[Codec]) -> bool:
+    return issubclass(cls, RandomAccess)
 
 
 @cache
