@@ -73,7 +73,7 @@ class Odd(torch.Tensor):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.eye(4).to_sparse(), "layout torch.sparse_coo; store x.to_dense"),
+        (torch.eye(4).to_sparse(), "layout torch.sparse_coo cannot be stored; store x.to_dense"),
         (torch.quantize_per_tensor, "a builtins.builtin_function_or_method cannot be stored"),
         ({1, 2}, "a builtins.set cannot be stored"),
         (torch.empty(3, device="meta"), "meta device"),

@@ -185,7 +185,7 @@ def test_a_second_process_is_refused(tmp_path):
     code += "with checkpointing(sys.argv[1], training.Run().model): pass"
     with looped(Run(), tmp_path):
         with (
-            pytest.raises(InUseError, match=f"process {os.getpid()} is writing"),
+            pytest.raises(InUseError, match=f"in use by process {os.getpid()}"),
             looped(Run(), tmp_path),
         ):
             pass

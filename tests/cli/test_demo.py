@@ -153,7 +153,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, capsys):
         assert "--steps" in one_line(capsys)
     (tmp_path / "there" / "diary.txt").write_text("dear diary")
     assert run("-o", tmp_path / "there", "-f", "--quick") == 2
-    assert "holds files, but no model" in one_line(capsys)
+    assert "contains files but no model" in one_line(capsys)
 
 
 def test_a_full_disk_is_found_before_anything_is_done(tmp_path, capsys, monkeypatch):

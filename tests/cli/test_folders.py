@@ -279,7 +279,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
         )
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
     assert run("compress", source, "-o", target, "-f", "-q") == 2  # it is no model
-    assert "holds files, but no model" in capsys.readouterr().err
+    assert "contains files but no model" in capsys.readouterr().err
     slimtensors.save({"old": torch.ones(3)}, target)
     assert run("compress", source, "-o", target, "-f", "-q") == 0
     assert slimtensors.verify(target, against=source)
@@ -290,7 +290,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
 def test_a_folder_that_holds_the_source_is_not_replaced(tmp_path, capsys):
     source = write_folder(tmp_path / "models" / "one")
     assert run("compress", source, "-o", tmp_path / "models", "-f") == 2
-    assert "holds the source" in capsys.readouterr().err
+    assert "contains the source" in capsys.readouterr().err
     assert slimtensors.load(source)
 
 

@@ -229,7 +229,7 @@ def test_a_folder_keeps_its_name_if_the_new_one_cannot_take_it(tmp_path):
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("42")
-    with pytest.raises(CheckpointException, match=r"holds thesis\.tex"):
+    with pytest.raises(CheckpointException, match=r"contains thesis\.tex"):
         save(state(), tmp_path / "a", overwrite=True)
 
 

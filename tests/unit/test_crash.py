@@ -247,11 +247,11 @@ def check(path, kind):
 def test_an_interrupt_at_any_line_of_the_writer_leaves_a_whole_model_and_nothing_else(quick):
     """Python may interrupt between any two lines.
 
-    A temporary file can stay behind only in the moment between its creation and its being noted.
+    A temporary file can be left behind only between its creation and its registration.
     """
     for kind, (lines, left) in each_kind(INTERRUPT_AT_LINE, quick):
         assert lines > 50, kind
-        made = {"__init__", "__enter__", "add", "make_hidden", "_opened"}
+        made = {"__init__", "__enter__", "add", "create_temporary", "_open_for_lock"}
         assert {where.split()[1] for where in left} <= made, kind
 
 
