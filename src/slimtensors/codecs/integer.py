@@ -20,7 +20,6 @@ from slimtensors.tensor import (
     as_bytes,
     ceil_div,
     dtype_name,
-    empty_bytes,
     relative_distance,
 )
 
