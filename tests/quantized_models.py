@@ -1,4 +1,4 @@
-"""Small models of several families, and their life from a config to a folder."""
+"""Small models of several families, quantized and saved."""
 
 import pytest
 import torch

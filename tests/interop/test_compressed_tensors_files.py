@@ -1,4 +1,4 @@
-"""Files of compressed-tensors: those that its releases wrote load, and ours are as theirs were."""
+"""Files of compressed-tensors releases load here, and our files equal theirs."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ every_file = pytest.mark.parametrize(
 )
 
 
-def test_golden_files_of_all_releases_are_here():
+def test_golden_files_of_all_releases_exist():
     releases = {path.parent.name for path in FILES}
     assert releases == {"0.3.3", "0.6.0", "0.8.1", "0.9.4", "0.11.0", "0.14.0.1"}
     assert sum(path.name.startswith("24") for path in FILES) == 3
 
 
 @every_file
-def test_a_file_of_theirs_loads_to_what_went_in(path, dense):
+def test_their_files_load_to_the_original_tensors(path, dense):
     want = load_file(dense)
     for back in (slimtensors.load(path), dict(slimtensors.load_compressed(path))):
         assert back.keys() == want.keys()
@@ -40,14 +40,14 @@ def test_a_file_of_theirs_loads_to_what_went_in(path, dense):
 
 
 @every_file
-def test_a_file_of_theirs_is_verified_against_what_went_in(path, dense):
+def test_their_files_verify_against_the_original_tensors(path, dense):
     found = slimtensors.verify(path, against=dense)
     assert found, found
     assert found.tensors == len(load_file(dense))
 
 
 @every_file
-def test_a_file_of_theirs_is_described_by_tensors_not_parts(path, dense):
+def test_inspect_lists_tensors_not_parts_of_their_files(path, dense):
     want = load_file(dense)
     stored = set(load_file(path))
     for tensor in slimtensors.inspect(path).tensors:
@@ -63,7 +63,7 @@ def test_a_file_of_theirs_is_described_by_tensors_not_parts(path, dense):
 
 
 @every_file
-def test_a_config_of_theirs_is_understood(path, dense):
+def test_their_configs_are_parsed(path, dense):
     config_file = path.with_name(path.stem + "-config.json")
     if not config_file.exists():
         config_file = path.with_name("bitmask-model-config.json")
@@ -79,7 +79,7 @@ def test_a_config_of_theirs_is_understood(path, dense):
 
 
 @every_file
-def test_a_file_of_theirs_can_be_stored_again_in_both_dialects(path, dense, tmp_path):
+def test_their_files_can_be_stored_again_in_both_dialects(path, dense, tmp_path):
     for dialect in ("slim", "compressed-tensors"):
         with slimtensors.open(path) as archive:
             slimtensors.save(archive, tmp_path / dialect, dialect=dialect)
@@ -113,7 +113,7 @@ def decode_24(parts):
 
 
 def stored_parts(path, name):
-    """The parts of a tensor as numpy arrays; values as rows of bytes."""
+    """Return the parts of a tensor as numpy arrays, with values as rows of bytes."""
     with safe_open(path, "pt") as file:
         found = {part: file.get_tensor(f"{name}.{part}") for part in part_names(file, name)}
     values = found.pop("compressed")
@@ -142,7 +142,7 @@ def half(*shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("shape", [(60, 61), (64, 64), (40, 120), (3, 900), (9, 10, 73)])
-def test_another_reader_finds_our_bitmask_tensors(tmp_path, dtype, shape):
+def test_independent_reader_reads_our_bitmask_tensors(tmp_path, dtype, shape):
     x = (half(*shape) * 3).to(dtype)
     slimtensors.save_compressed({"layer.weight": x}, tmp_path / "x", "sparse-bitmask")
     parts = stored_parts(tmp_path / "x", "layer.weight")
@@ -152,7 +152,7 @@ def test_another_reader_finds_our_bitmask_tensors(tmp_path, dtype, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("columns", [4, 8, 20, 64])
-def test_another_reader_finds_our_two_of_four_tensors(tmp_path, dtype, columns):
+def test_independent_reader_reads_our_two_of_four_tensors(tmp_path, dtype, columns):
     x = (two_four(200, columns) * 9).to(dtype)
     x[1], x[2, 1:] = 0, 0
     slimtensors.save_compressed({"layer.weight": x}, tmp_path / "x", "sparse-24-bitmask")
@@ -164,7 +164,7 @@ def test_another_reader_finds_our_two_of_four_tensors(tmp_path, dtype, columns):
 
 
 @every_file
-def test_our_parts_of_their_tensors_are_their_parts(path, dense, tmp_path):
+def test_our_parts_equal_theirs(path, dense, tmp_path):
     """Byte for byte, where both store a matrix in parts.
 
     Of a 2:4 group with fewer than two values each stores other zeros: rows 1 and 2 of these files.
@@ -189,7 +189,7 @@ def test_our_parts_of_their_tensors_are_their_parts(path, dense, tmp_path):
     assert compared
 
 
-def test_the_reader_of_this_test_reads_their_files_too():
+def test_independent_reader_reads_their_files():
     path = GOLDEN / "0.8.1" / "bitmask.safetensors"
     for name, x in load_file(GOLDEN / "0.8.1" / "bitmask-dense.safetensors").items():
         if x.dim() == 2:

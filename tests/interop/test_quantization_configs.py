@@ -1,4 +1,4 @@
-"""Configs mean the same here and in compressed-tensors."""
+"""Configs have the same meaning here and in compressed-tensors."""
 
 import json
 from pathlib import Path
@@ -16,24 +16,24 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "compressed_tensors"
 theirs = pytest.importorskip("compressed_tensors.quantization")
 
 SIX_BITS = {"MXFP6A16", "MXFP6A8"}
-"""Floats of six bits have no vLLM kernel and are not ours."""
+"""Presets of 6-bit floats, which have no vLLM kernel and are not supported here."""
 
 
-def test_every_preset_of_theirs_is_known():
+def test_all_their_presets_exist():
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
     assert PRESET_SCHEMES.keys() - SIX_BITS == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_are_the_same_numbers(name):
+def test_presets_are_equal(name):
     scheme = theirs.preset_name_to_scheme(name, ["Linear"])
     text = scheme.model_dump_json()
     assert QuantizationScheme.from_dict(json.loads(text)) == QuantizationScheme.preset(name)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_they_read_our_configs_and_we_theirs(name):
+def test_configs_are_read_in_both_directions(name):
     ours = QuantizationConfig.preset(name, targets=["re:.*proj"], ignore=["lm_head"])
     ours.format, ours.version = "dense", None
     parsed = theirs.QuantizationConfig.model_validate(json.loads(json.dumps(ours.to_dict())))
@@ -42,7 +42,7 @@ def test_they_read_our_configs_and_we_theirs(name):
 
 
 @pytest.mark.parametrize("release", ["0.14.0.1", "0.17.1", "0.20.0"])
-def test_a_whole_file_of_a_release_is_read_by_its_config(release):
+def test_files_of_each_release_are_read_by_their_config(release):
     layers = json.loads((GOLDEN / release / "quantized.json").read_text())
     groups = {name: {"targets": [name], **about} for name, about in layers.items()}
     config = {"config_groups": groups, "format": "mixed-precision", "version": release}

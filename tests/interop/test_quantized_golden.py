@@ -1,4 +1,4 @@
-"""Quantized weights that releases of compressed-tensors wrote: read as the release reads them."""
+"""Quantized weights of compressed-tensors releases decode as in those releases."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CASES = [
 
 
 def stored(release, case):
-    """The format, the arguments, and the stored tensors by suffix."""
+    """Return the format, the arguments, and the stored tensors by suffix."""
     about = json.loads((GOLDEN / release / "quantized.json").read_text())[case]
     tensors = load_file(GOLDEN / release / "quantized.safetensors")
     parts = {k.removeprefix(f"{case}."): v for k, v in tensors.items() if k.startswith(f"{case}.")}
@@ -27,22 +27,22 @@ def stored(release, case):
 
 
 @pytest.mark.parametrize(("release", "case"), CASES)
-def test_a_release_is_read_as_it_reads_itself(release, case):
-    how, args, parts = stored(release, case)
+def test_weights_of_each_release_equal_its_own_decoding(release, case):
+    stored_format, args, parts = stored(release, case)
     dense = load_file(GOLDEN / release / "quantized-dense.safetensors")[case]
-    assert same_bits(how.decompress(parts, args), dense)
+    assert same_bits(stored_format.decompress(parts, args), dense)
 
 
 @pytest.mark.parametrize("case", [case for release, case in CASES if release == "0.20.0"])
-def test_what_is_read_is_written_again_as_todays_release_wrote_it(case):
-    how, args, parts = stored("0.20.0", case)
-    codes, params = how.parse(parts, args)
-    again = how.store(codes, params, args)
+def test_weights_are_rewritten_in_the_current_layout(case):
+    stored_format, args, parts = stored("0.20.0", case)
+    codes, params = stored_format.parse(parts, args)
+    again = stored_format.store(codes, params, args)
     assert again.keys() == parts.keys()
     assert all(same_bits(again[suffix], part) for suffix, part in parts.items())
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
-def test_releases_before_018_packed_otherwise(bits):
+def test_releases_before_018_use_another_layout(bits):
     words = {r: stored(r, f"w{bits}-group")[2]["weight_packed"].shape[1] for r in RELEASES}
     assert words["0.14.0.1"] == words["0.17.1"] > words["0.20.0"]

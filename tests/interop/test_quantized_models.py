@@ -1,4 +1,4 @@
-"""Whole models, quantized here and run by transformers with compressed-tensors, and vice versa."""
+"""Models quantized here run in transformers with compressed-tensors, and vice versa."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _without_onednn():
-    """Its bf16 kernels use instructions that some virtual machines announce, but do not have."""
+    """Disable oneDNN: its bf16 kernels use instructions that some virtual machines only claim."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
@@ -42,7 +42,7 @@ SIMILAR = {
     *{"UNQUANTIZED", "INT8", "W4AFP8", "MXFP4XFP8", "W2A16", "W5A16", "W7A16"},
     *(f"W{bits}A{rest}" for bits in range(2, 8) for rest in (4, 8)),
 }
-"""Presets whose parts all occur in others."""
+"""Presets that are covered by others."""
 
 BY_FAMILY = [
     *[("llama", preset) for preset in sorted(PRESETS.keys() - SIMILAR)],
@@ -53,7 +53,7 @@ BY_FAMILY = [
 
 
 @pytest.mark.parametrize(("family", "preset"), BY_FAMILY)
-def test_what_is_quantized_here_computes_the_same_there(family, preset, tmp_path):
+def test_our_models_give_the_same_outputs_in_transformers(family, preset, tmp_path):
     config = config_of(preset, family)
     model = frozen(family, config)
     want = logits(model)
@@ -64,8 +64,8 @@ def test_what_is_quantized_here_computes_the_same_there(family, preset, tmp_path
     assert torch.equal(logits(loaded_by_them(family, tmp_path)), want)
 
 
-def test_they_give_tokens_in_two_dimensions_one_scale_where_we_give_one_to_each(tmp_path):
-    """OPT flattens its tokens; what is stored is the same, and vLLM has a scale per token too."""
+def test_flattened_tokens_share_a_scale_in_transformers_only(tmp_path):
+    """OPT flattens its tokens; stored tensors are equal, and vLLM uses a scale per token too."""
     config = config_of("W8A8", "opt")
     model = frozen("opt", config)
     save(model, config, tmp_path)
@@ -74,7 +74,7 @@ def test_they_give_tokens_in_two_dimensions_one_scale_where_we_give_one_to_each(
     assert (have - want).abs().max() < 0.05 * want.abs().max()
 
 
-def test_mixed_precision_computes_the_same_there(tmp_path):
+def test_mixed_precision_gives_the_same_outputs_in_transformers(tmp_path):
     groups = {
         "b": QuantizationScheme.preset("W8A8", ["Linear"]),
         "a": QuantizationScheme.preset("W4A16", ["re:.*down_proj", "model.layers.0.mlp.up_proj"]),
@@ -97,7 +97,7 @@ def test_mixed_precision_computes_the_same_there(tmp_path):
 
 
 @pytest.mark.parametrize("shared", ["tensor", "attn_head"])
-def test_keys_and_values_are_quantized_the_same_there(shared, tmp_path):
+def test_quantized_cache_gives_the_same_outputs_in_transformers(shared, tmp_path):
     kv = QuantizationArgs(type="float", strategy=shared)
     config = config_of("FP8_DYNAMIC", kv_cache_scheme=kv)
     model = frozen("llama", config)
@@ -112,7 +112,7 @@ def test_keys_and_values_are_quantized_the_same_there(shared, tmp_path):
 
 
 def quantized_by_them(family, preset, folder):
-    """Write a folder with compressed-tensors alone; its scales are those of the weights' ranges."""
+    """Write a folder with compressed-tensors alone, with scales from the ranges of weights."""
     from compressed_tensors.compressors import ModelCompressor as Theirs
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
@@ -152,7 +152,7 @@ def quantized_by_them(family, preset, folder):
         *[("opt", "W4A16"), ("bert", "W8A8")],
     ],
 )
-def test_what_they_quantize_computes_the_same_here(family, preset, tmp_path):
+def test_their_models_give_the_same_outputs_here(family, preset, tmp_path):
     quantized_by_them(family, preset, tmp_path)
     want = logits(loaded_by_them(family, tmp_path))
     compressor = ModelCompressor.from_pretrained(tmp_path)
@@ -167,7 +167,7 @@ def test_what_they_quantize_computes_the_same_here(family, preset, tmp_path):
         assert name not in dense or torch.equal(dense[name], x)
 
 
-def test_dense_tensors_of_a_mixture_of_experts_load_as_those_of_any_model(tmp_path):
+def test_dense_tensors_of_a_mixture_of_experts_load(tmp_path):
     config = config_of("W4A16", "mixtral")
     model = frozen("mixtral", config)
     save(model, config, tmp_path)

@@ -1,4 +1,4 @@
-"""torchao's tensors through our files, and ours as torchao's."""
+"""torchao tensors in our files, and our tensors converted to torchao."""
 
 import pytest
 import torch
@@ -46,18 +46,18 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("name", ["int8", "float8", "int4", "int3", "int8 dynamic", "int4 dynamic"])
-def test_theirs_go_through_our_files(name, tmp_path):
+def test_torchao_tensors_round_trip_through_our_files(name, tmp_path):
     theirs = model()
     torchao.quantization.quantize_(theirs, configs()[name])
     slimtensors.save(from_torchao(theirs.state_dict()), tmp_path / "file")
-    held = slimtensors.load(tmp_path / "file", run_compressed=True)
-    assert error(held["0.weight"].dequantize(), theirs[0].weight.dequantize()) < 0.003
+    compressed = slimtensors.load(tmp_path / "file", run_compressed=True)
+    assert error(compressed["0.weight"].dequantize(), theirs[0].weight.dequantize()) < 0.003
     with torch.device("meta"):
         ours = model()
-    ours.load_state_dict(held, assign=True)
-    wanted = theirs(X)
-    assert error(ours(X), wanted) < 0.02
-    assert error(to_torchao(ours)(X), wanted) < 0.002
+    ours.load_state_dict(compressed, assign=True)
+    expected = theirs(X)
+    assert error(ours(X), expected) < 0.02
+    assert error(to_torchao(ours)(X), expected) < 0.002
     assert type(ours[0].weight) is type(theirs[0].weight)
 
 
@@ -70,16 +70,16 @@ def test_theirs_go_through_our_files(name, tmp_path):
         int8_dynamic_activation_int8_weight(),
     ],
 )
-def test_ours_become_theirs(config):
+def test_our_tensors_convert_to_torchao(config):
     ours = model()
     quantize_(ours, config)
-    wanted = ours(X)
-    assert error(to_torchao(ours)(X), wanted) < 0.02
+    expected = ours(X)
+    assert error(to_torchao(ours)(X), expected) < 0.02
     back = from_torchao(ours.state_dict())
     assert isinstance(back["0.weight"], QuantizedTensor)
 
 
-def test_what_only_their_kernels_read_is_refused():
+def test_layouts_of_torchao_kernels_raise():
     opaque = type("Int4PreshuffledTensor", (torch.Tensor,), {"__module__": "torchao.quantization"})
     with pytest.raises(UnsupportedTensorError, match=r"w: a Int4PreshuffledTensor .* dequantize"):
         from_torchao({"w": torch.zeros(2, 2).as_subclass(opaque)})

@@ -1,4 +1,4 @@
-"""The maths of quantization gives the bits that compressed-tensors 0.20 gives."""
+"""Affine quantization is bitwise equal to compressed-tensors 0.20."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ from slimtensors.quantization import QuantizationArgs
 from slimtensors.quantization.affine import (
     FP4,
     Params,
+    compute_global_scale,
+    compute_params,
     dequantize,
+    encode_fp4,
     fake_quantize,
     find_dynamic_params,
     find_params,
-    fp4_codes,
-    global_scale_of_range,
-    params_of_range,
     quantize,
 )
 
@@ -59,10 +59,13 @@ ALL = [*INTS, *FP8, *MX, NVFP4]
 
 
 def weight(seed, dtype, shape=(12, 96)):
-    """A weight with rows of all sizes, zeros, signed zeros and subnormals, and a row of zeros."""
-    made = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=made) * torch.randn(shape[0], 1, generator=made).mul(3).exp2()
-    kind = torch.rand(shape, generator=made)
+    """Return a weight with rows of all scales, signed zeros, subnormals, and a row of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (
+        torch.randn(shape, generator=generator)
+        * torch.randn(shape[0], 1, generator=generator).mul(3).exp2()
+    )
+    kind = torch.rand(shape, generator=generator)
     x[kind < 0.1] = 0.0
     x[(kind >= 0.1) & (kind < 0.15)] = -0.0
     x[(kind >= 0.15) & (kind < 0.2)] *= 1e-38
@@ -74,7 +77,7 @@ def weight(seed, dtype, shape=(12, 96)):
 
 
 def ranges(x, options):
-    """The least and greatest of each part, in numbers of torch that share no code with ours."""
+    """Return min and max of each part, computed by torch independently of our code."""
     match options.get("strategy", "group"):
         case "tensor":
             return x.min(), x.max()
@@ -103,7 +106,7 @@ def their_params(x, options):
     st.sampled_from(ALL), st.sampled_from(DTYPES), st.integers(0, 2**32), st.sampled_from([96, 160])
 )
 @settings(deadline=None, max_examples=250)
-def test_scales_codes_and_numbers_are_theirs(options, dtype, seed, columns):
+def test_scales_codes_and_values_equal_compressed_tensors(options, dtype, seed, columns):
     x = weight(seed, dtype, (12, columns))
     args, scale, zero, global_scale = their_params(x, options)
     ours = QuantizationArgs(**options)
@@ -134,9 +137,9 @@ def test_observed_ranges_need_not_contain_zero(seed, dtype, options):
     args, ours = TheirArgs(**options), QuantizationArgs(**options)
     whole = generate_gparam(low.min(), high.max()) if args.strategy == "tensor_group" else None
     if whole is not None:
-        assert same_bits(global_scale_of_range(low.min(), high.max()), whole)
+        assert same_bits(compute_global_scale(low.min(), high.max()), whole)
     scale, zero = calculate_qparams(low, high, args, global_scale=whole)
-    params = params_of_range(low, high, ours, global_scale=whole)
+    params = compute_params(low, high, ours, global_scale=whole)
     assert same_bits(params.scale, scale)
     if not ours.symmetric:
         assert same_bits(params.zero_point, zero)
@@ -154,7 +157,7 @@ def test_observed_ranges_need_not_contain_zero(seed, dtype, options):
         {**NVFP4, "dynamic": "local"},
     ],
 )
-def test_activations_are_quantized_as_theirs_are(options, dtype):
+def test_activations_equal_compressed_tensors(options, dtype):
     options = {"dynamic": True, **options}
     x = weight(7, dtype, (3, 64)).repeat(5, 1, 1).transpose(0, 1) + 0.1
     args, ours = TheirArgs(**options), QuantizationArgs(**options)
@@ -183,7 +186,7 @@ def test_a_head_of_attention_has_its_own_scale():
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)
-def test_a_stack_of_experts_is_quantized_one_by_one(options):
+def test_experts_of_a_stack_are_quantized_independently(options):
     args = QuantizationArgs(**options)
     experts = [weight(seed, torch.bfloat16) for seed in range(3)]
     stack = torch.stack(experts)
@@ -192,7 +195,7 @@ def test_a_stack_of_experts_is_quantized_one_by_one(options):
     assert same_bits(fake_quantize(stack, params, args), alone)
 
 
-def test_groups_need_not_be_neighbours():
+def test_groups_need_not_be_contiguous():
     args = QuantizationArgs(num_bits=4, group_size=8, symmetric=False, actorder="group")
     x = weight(1, torch.bfloat16, (5, 32))
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
@@ -203,27 +206,27 @@ def test_groups_need_not_be_neighbours():
     assert same_bits(
         fake_quantize(x, params, args)[:, order], fake_quantize(x[:, order], found, args)
     )
-    with pytest.raises(ConfigError, match="outside of the 4"):
+    with pytest.raises(ConfigError, match="there are 4 groups"):
         quantize(x, Params(found.scale, found.zero_point, g_idx=g_idx + 1), args)
 
 
 def test_every_4_bit_float_is_its_own_code():
     values = torch.tensor([*FP4, *(-v for v in FP4[1:])])
-    codes = fp4_codes(values)
+    codes = encode_fp4(values)
     assert codes.tolist() == [*range(8), *range(9, 16)]
 
 
 @pytest.mark.parametrize(
-    ("x", "said"),
+    ("x", "message"),
     [
-        (torch.ones(4, 30), "30 columns do not divide into groups of 16"),
+        (torch.ones(4, 30), "30 columns are not divisible by group_size 16"),
         (torch.tensor([[1.0] * 15 + [float("nan")]]), "NaN or infinity"),
         (torch.tensor([[1.0] * 15 + [float("-inf")]]), "NaN or infinity"),
-        (torch.ones(0, 16), "is empty"),
-        (torch.ones(16), "a matrix"),
-        (torch.ones(2, 16, dtype=torch.int32), "only floats"),
+        (torch.ones(0, 16), "empty weight"),
+        (torch.ones(16), "2 or 3 dimensions"),
+        (torch.ones(2, 16, dtype=torch.int32), "expected floats"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(x, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_weights_raise(x, message):
+    with pytest.raises(ConfigError, match=message):
         find_params(x, QuantizationArgs(num_bits=4, group_size=16))

@@ -1,4 +1,4 @@
-"""Quantized weights in the dialect `slim`: under their own name, coded further, from elsewhere."""
+"""Quantized weights in the `slim` dialect."""
 
 import json
 
@@ -43,9 +43,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def weight(seed=0, dtype=torch.bfloat16, shape=(12, 96)):
-    made = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=made)
-    x[torch.rand(shape, generator=made) < 0.5] = 0.0
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x[torch.rand(shape, generator=generator) < 0.5] = 0.0
     return x.to(dtype)
 
 
@@ -57,7 +57,7 @@ def weight(seed=0, dtype=torch.bfloat16, shape=(12, 96)):
     st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=150)
-def test_what_comes_back_is_the_fake_quantized_weight(options, dtype, packed, shape, seed):
+def test_decoded_weight_equals_fake_quantization(options, dtype, packed, shape, seed):
     args = QuantizationArgs(**options)
     x = weight(seed, dtype, shape)
     codec = Quantized(args, packed)
@@ -66,14 +66,14 @@ def test_what_comes_back_is_the_fake_quantized_weight(options, dtype, packed, sh
     assert codecs.from_json(json.loads(json.dumps(codecs.to_json(codec)))) == codec
 
 
-def test_doubles_are_quantized_too():
+def test_float64_is_supported():
     args, x = QuantizationArgs(**W4), weight(0, torch.float64)
     codec = Quantized(args)
     back = codec.decode(codec.encode(x), Spec.of(x))
     assert same_bits(back, fake_quantize(x, find_params(x, args), args))
 
 
-def test_threads_make_the_same_parts():
+def test_threads_give_the_same_parts():
     x = weight(1, shape=(700, 4096))
     for options in (W4, NVFP4, {"strategy": "block", "block_structure": [128, 128]}):
         plan = Plan(Quantized(QuantizationArgs(**options)))
@@ -104,15 +104,15 @@ def test_codes_can_be_coded_further(options, then, tmp_path):
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_codes_from_elsewhere_are_stored_as_they_are(options, tmp_path):
+def test_codes_computed_elsewhere_are_stored_unchanged(options, tmp_path):
     args = QuantizationArgs(**options)
     x, path = weight(shape=(16, 64)), tmp_path / "x.safetensors"
     found = find_params(x * 0.9, args)
     codes = quantize(x, found, args)
-    given = Quantized(args, packed=False).encoded(
+    encoded = Quantized(args, packed=False).encoded(
         codes, found, x.dtype, then={"q": Plan(Huffman())}
     )
-    state = {"layer.weight": given, "layer.bias": torch.ones(3), "step": 7}
+    state = {"layer.weight": encoded, "layer.bias": torch.ones(3), "step": 7}
     slimtensors.save(state, path, preset="dense")
     back = slimtensors.load(path)
     assert same_bits(back["layer.weight"] + 0.0, fake_quantize(x, found, args) + 0.0)
@@ -121,7 +121,7 @@ def test_codes_from_elsewhere_are_stored_as_they_are(options, tmp_path):
         assert archive.info("layer.weight").codec == "quantized(q=huffman)"
 
 
-def test_groups_that_are_not_neighbours_are_stored_too(tmp_path):
+def test_groups_that_are_not_contiguous_are_supported(tmp_path):
     args = QuantizationArgs(**W4)
     x, path = weight(), tmp_path / "x.safetensors"
     g_idx = torch.randperm(96, generator=torch.Generator().manual_seed(0)).to(torch.int32) % 6
@@ -131,9 +131,9 @@ def test_groups_that_are_not_neighbours_are_stored_too(tmp_path):
     assert same_bits(slimtensors.load(path)["w"], fake_quantize(x, params, args))
 
 
-def test_an_encoded_tensor_is_refused_where_it_cannot_be(tmp_path):
+def test_unsupported_encoded_tensors_raise(tmp_path):
     x = encode(Plan(Quantized(QuantizationArgs(**W4))), weight())
-    with pytest.raises(ConfigError, match=r"w: only what is called 'weight'"):
+    with pytest.raises(ConfigError, match=r"w: the .* quantizes only tensors named 'weight'"):
         slimtensors.save({"w": x}, tmp_path / "x.safetensors", dialect="compressed-tensors")
     coded = encode(Plan(Huffman()), weight())
     with pytest.raises(ConfigError, match=r"w: the dialect 'compressed-tensors' cannot"):
@@ -143,7 +143,7 @@ def test_an_encoded_tensor_is_refused_where_it_cannot_be(tmp_path):
         slimtensors.save({"w": broken}, tmp_path / "x.safetensors")
     codec, params = Quantized(QuantizationArgs(**W4)), Params(torch.ones(2, 1))
     codes, then = torch.zeros(2, 16, dtype=torch.int8), {"codes": Plan(Huffman())}
-    with pytest.raises(ConfigError, match="no part 'codes'"):
+    with pytest.raises(ConfigError, match="unknown part 'codes'"):
         codec.encoded(codes, params, torch.float32, then=then)
 
 
@@ -169,7 +169,7 @@ def test_an_encoded_tensor_is_refused_where_it_cannot_be(tmp_path):
         (KINDS[4], {"zero_point": None}, None),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(options, change, like):
+def test_mismatched_parts_raise(options, change, like):
     codec, x = Quantized(QuantizationArgs(**options)), weight()
     parts = {**codec.encode(x), **change}
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -177,7 +177,7 @@ def test_parts_that_do_not_fit_are_refused(options, change, like):
         decode(Encoded(codec, like or Spec.of(x), parts))
 
 
-def test_bad_arguments_in_a_file_are_an_error_of_the_file():
+def test_invalid_arguments_in_a_file_raise_a_format_error():
     for args in ({"num_bits": 99}, {"nmu_bits": 4}, {"group_size": "x"}):
         with pytest.raises(FormatError):
             codecs.from_json({"name": "quantized", "args": args})
@@ -187,8 +187,8 @@ def test_bad_arguments_in_a_file_are_an_error_of_the_file():
         Quantized(packed=1)
 
 
-def test_what_cannot_be_quantized_is_refused_by_name(tmp_path):
+def test_unsupported_weights_are_named_in_the_error(tmp_path):
     plan = Plan(Quantized(QuantizationArgs(**W4)))
-    for x, said in ((torch.ones(4, 30), "30 columns"), (torch.full((4, 32), torch.nan), "NaN")):
-        with pytest.raises(ConfigError, match=f"w: .*{said}"):
+    for x, message in ((torch.ones(4, 30), "30 columns"), (torch.full((4, 32), torch.nan), "NaN")):
+        with pytest.raises(ConfigError, match=f"w: .*{message}"):
             slimtensors.save({"w": x}, tmp_path / "x.safetensors", preset=plan)

@@ -1,4 +1,4 @@
-"""Quantized weights are stored in the bytes that compressed-tensors 0.20 stores them in."""
+"""Stored quantized weights are bitwise equal to those of compressed-tensors 0.20."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,9 +56,12 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def weight(seed, dtype=torch.bfloat16, shape=(12, 96)):
-    made = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=made) * torch.randn(shape[0], 1, generator=made).mul(3).exp2()
-    x[torch.rand(shape, generator=made) < 0.1] = 0.0
+    generator = torch.Generator().manual_seed(seed)
+    x = (
+        torch.randn(shape, generator=generator)
+        * torch.randn(shape[0], 1, generator=generator).mul(3).exp2()
+    )
+    x[torch.rand(shape, generator=generator) < 0.1] = 0.0
     x[0] = 0.0
     return x.to(dtype)
 
@@ -76,7 +79,7 @@ def their_state(x, params):
     st.tuples(st.integers(9, 40), st.integers(1, 4)),  # theirs cannot read one word of zero points
 )
 @settings(deadline=None, max_examples=300)
-def test_bytes_are_theirs_and_read_back_as_theirs(case, dtype, seed, size):
+def test_bytes_and_values_equal_compressed_tensors(case, dtype, seed, size):
     name, options = case
     ungrouped = "group_size" not in options and "block_structure" not in options
     x = weight(seed, dtype, (size[0], size[1] * 37 if ungrouped else size[1] * 32))
@@ -86,13 +89,13 @@ def test_bytes_are_theirs_and_read_back_as_theirs(case, dtype, seed, size):
     )
     params = find_params(x, args)
     compressor = BaseCompressor.get_value_from_registry(name)
-    wanted = compressor.compress(their_state(x, params), scheme)
+    expected = compressor.compress(their_state(x, params), scheme)
     ours = formats.find(name)
     parts = ours.compress(x, params, args)
-    assert parts.keys() == wanted.keys()
+    assert parts.keys() == expected.keys()
     for suffix, part in parts.items():
-        assert same_bits(part, wanted[suffix]), suffix
-    dense = compressor.decompress(wanted, scheme)["weight"]
+        assert same_bits(part, expected[suffix]), suffix
+    dense = compressor.decompress(expected, scheme)["weight"]
     assert same_bits(ours.decompress(parts, args), dense)
     codes, found = ours.parse(parts, args)
     assert same_bits(codes, quantize(x, params, args))
@@ -122,7 +125,7 @@ class Scheme:
 
 @pytest.mark.parametrize("inputs", [None, {"num_bits": 8}, FP8])
 @pytest.mark.parametrize("options", [None, *(options for _, options in CASES)], ids=str)
-def test_a_scheme_gets_the_format_that_theirs_gets(options, inputs):
+def test_inferred_format_equals_compressed_tensors(options, inputs):
     theirs = TheirScheme(
         targets=[],
         weights=options and TheirArgs(**options),
@@ -133,7 +136,7 @@ def test_a_scheme_gets_the_format_that_theirs_gets(options, inputs):
 
 
 def old_pack(codes, width):
-    """Pack as releases before 0.18 did: no code lies in two words."""
+    """Pack as releases before 0.18: no code is split across two words."""
     count = 32 // width
     padded = torch.nn.functional.pad(codes.long() + (1 << width - 1), (0, -codes.shape[1] % count))
     words = padded.view(codes.shape[0], -1, count)
@@ -142,13 +145,13 @@ def old_pack(codes, width):
 
 @given(st.sampled_from([3, 5, 6, 7]), st.integers(1, 300), st.integers(0, 2**32), st.booleans())
 @settings(deadline=None, max_examples=200)
-def test_the_older_layout_is_read_or_refused_but_never_misread(width, columns, seed, symmetric):
-    made = torch.Generator().manual_seed(seed)
+def test_older_layout_is_read_or_refused_but_never_misread(width, columns, seed, symmetric):
+    generator = torch.Generator().manual_seed(seed)
     half = 1 << width - 1
-    codes = torch.randint(-half, half, (6, columns), generator=made, dtype=torch.int8)
+    codes = torch.randint(-half, half, (6, columns), generator=generator, dtype=torch.int8)
     args = QuantizationArgs(num_bits=width, strategy="channel", symmetric=symmetric)
-    zero = torch.randint(-half, half, (6, 1), generator=made, dtype=torch.int8)
-    params = Params(torch.rand(6, 1, generator=made), None if symmetric else zero)
+    zero = torch.randint(-half, half, (6, 1), generator=generator, dtype=torch.int8)
+    params = Params(torch.rand(6, 1, generator=generator), None if symmetric else zero)
     new = formats.find("pack-quantized").store(codes, params, args)
     old = {**new, "weight_packed": old_pack(codes, width)}
     if not symmetric:
@@ -161,43 +164,43 @@ def test_the_older_layout_is_read_or_refused_but_never_misread(width, columns, s
             assert same_bits(found, codes)
 
 
-def test_a_layout_that_cannot_be_decided_is_refused():
+def test_ambiguous_layout_raises():
     args = QuantizationArgs(num_bits=3, strategy="channel")
     codes = torch.full((4, 40), -4, dtype=torch.int8)  # all bits zero in both layouts
     parts = formats.find("pack-quantized").store(codes, Params(torch.ones(4, 1)), args)
-    with pytest.raises(FormatError, match="say which release wrote them"):
+    with pytest.raises(FormatError, match="pass the release that wrote the file"):
         formats.find("pack-quantized").decompress(parts, args)
 
 
-def test_words_that_are_no_row_are_refused():
-    with pytest.raises(CorruptFileError, match="3 words per row do not hold 40 codes of 4 bits"):
-        bits.possible_layouts(torch.zeros(2, 3, dtype=torch.int32), 4, 40)
+def test_invalid_number_of_words_raises():
+    with pytest.raises(CorruptFileError, match="3 words per row do not fit 40 codes of 4 bits"):
+        bits.find_layouts(torch.zeros(2, 3, dtype=torch.int32), 4, 40)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "change", "said"),
+    ("name", "options", "change", "message"),
     [
-        ("pack-quantized", BY_GROUP, {"weight_scale": torch.ones(2, 2)}, r"needs \(12, 3\)"),
+        ("pack-quantized", BY_GROUP, {"weight_scale": torch.ones(2, 2)}, r"expected \(12, 3\)"),
         ("pack-quantized", BY_GROUP, {"weight_shape": torch.tensor([11, 96])}, "weight_shape"),
         ("pack-quantized", BY_GROUP, {"weight_packed": torch.ones(12, 96)}, "32-bit words"),
         ("pack-quantized", BY_GROUP, {"weight_g_idx": torch.arange(5)}, "for 96 columns"),
-        ("pack-quantized", BY_GROUP, {"weight_g_idx": torch.full((96,), 3)}, "outside of the 3"),
-        ("int-quantized", BY_GROUP, {"weight": torch.ones(12, 96)}, "codes would be"),
-        ("int-quantized", BY_GROUP, {"weight_scale": None}, "lacks weight_scale"),
+        ("pack-quantized", BY_GROUP, {"weight_g_idx": torch.full((96,), 3)}, "there are 3 groups"),
+        ("int-quantized", BY_GROUP, {"weight": torch.ones(12, 96)}, "expected torch.int8 codes"),
+        ("int-quantized", BY_GROUP, {"weight_scale": None}, "weight_scale is missing"),
         ("nvfp4-pack-quantized", NVFP4, {"weight_global_scale": torch.ones(7)}, "global"),
         ("nvfp4-pack-quantized", NVFP4, {"weight_packed": torch.ones(12)}, "rows of bytes"),
         ("mxfp8-quantized", SMALL[3][1], {"weight_scale": torch.ones(12, 3)}, "exponents"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(name, options, change, said):
+def test_mismatched_parts_raise(name, options, change, message):
     args, ours = QuantizationArgs(**options), formats.find(name)
     x = weight(0)
     parts = {**ours.compress(x, find_params(x, args), args), **change}
-    with pytest.raises(CorruptFileError, match=said):
+    with pytest.raises(CorruptFileError, match=message):
         ours.decompress({key: part for key, part in parts.items() if part is not None}, args)
 
 
-def test_columns_that_follow_no_order_keep_their_group():
+def test_columns_with_g_idx_use_their_group():
     args = QuantizationArgs(num_bits=4, group_size=32, actorder="group")
     x, ours = weight(5), formats.find("pack-quantized")
     found = find_params(x, args)
@@ -206,8 +209,8 @@ def test_columns_that_follow_no_order_keep_their_group():
     dense = ours.decompress(parts, args)
     codes, _ = ours.parse(parts, args)
     for column in (0, 17, 95):
-        wanted = codes[:, column].bfloat16() * found.scale[:, g_idx[column]]
-        assert same_bits(dense[:, column].contiguous(), wanted)
+        expected = codes[:, column].bfloat16() * found.scale[:, g_idx[column]]
+        assert same_bits(dense[:, column].contiguous(), expected)
     neighbours = ours.decompress({**parts, "weight_g_idx": torch.full((96,), -1)}, args)
     assert same_bits(
         neighbours, ours.decompress({**parts, "weight_g_idx": torch.arange(96) // 32}, args)
@@ -218,14 +221,14 @@ def test_columns_that_follow_no_order_keep_their_group():
     ("name", "options"),
     [("pack-quantized", FP8), ("naive-quantized", {**FP4, "group_size": 32})],
 )
-def test_a_format_refuses_what_it_cannot_say(name, options):
+def test_formats_raise_on_unsupported_arguments(name, options):
     args = QuantizationArgs(**options)
     x = weight(1)
     with pytest.raises(ConfigError, match=name):
         formats.find(name).compress(x, find_params(x, args), args)
 
 
-def test_an_unknown_format_is_refused_with_the_nearest():
+def test_unknown_format_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'pack-quantized'"):
         formats.find("packed-quantized")
     with pytest.raises(ConfigError, match="groups of 16"):

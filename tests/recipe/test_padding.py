@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from slimtensors.errors import ConfigError
 from slimtensors.layerwise.inputs import remove_padding
-from slimtensors.quantization.state import quantization_of
+from slimtensors.quantization.state import get_quantization
 from slimtensors.recipe import (
     AWQ,
     GPTQ,
@@ -68,7 +68,7 @@ def padded(side):
 
 
 def input_scales(model):
-    states = [quantization_of(module) for module in model.modules()]
+    states = [get_quantization(module) for module in model.modules()]
     return [float(x.input_scale) for x in states if hasattr(x, "input_scale")]
 
 

@@ -203,7 +203,7 @@ def test_invalid_input_raises():
         gptq(weight, hessian[:3, :3], args)
     with pytest.raises(ConfigError, match="expected a bool mask"):
         gptq(weight, hessian, args, mask=torch.ones(3))
-    with pytest.raises(ConfigError, match="divide into groups"):
+    with pytest.raises(ConfigError, match="not divisible by group_size"):
         gptq(weight, hessian, QuantizationArgs(num_bits=4, group_size=48))
     with pytest.raises(ConfigError, match="not positive definite"):
         gptq(weight, 2 * torch.eye(COLUMNS) - torch.ones(COLUMNS, COLUMNS), args)

@@ -1,4 +1,4 @@
-"""Observers: which range they find, for every way to share a scale."""
+"""Observers: the ranges they find for every strategy."""
 
 import pytest
 import torch
@@ -83,33 +83,33 @@ def test_mse_never_loses_more_than_minmax(shared, symmetric):
     )
 
 
-def watched(observer, batches, **more):
-    args = QuantizationArgs(observer=observer, observer_kwargs=more)
-    seen = ActivationObserver(args)
+def observed_range(name, batches, **more):
+    args = QuantizationArgs(observer=name, observer_kwargs=more)
+    observer = ActivationObserver(args)
     for x in batches:
-        seen.see(x)
-    return [float(end) for end in seen.range()]
+        observer.observe(x)
+    return [float(end) for end in observer.range()]
 
 
-def test_minmax_spans_all_batches():
+def test_minmax_covers_all_batches():
     batches = [torch.tensor([[1.0, -3.0]]), torch.tensor([[4.0, 0.0]])]
-    assert watched("minmax", batches) == [-3.0, 4.0]
+    assert observed_range("minmax", batches) == [-3.0, 4.0]
 
 
-def test_a_moving_average_follows_slowly():
+def test_moving_average_weights_batches_by_its_constant():
     batches = [torch.tensor([[1.0, -1.0]]), torch.tensor([[5.0, -1.0]])]
-    assert watched("moving_average", batches, averaging_constant=0.25) == [-1.0, 2.0]
+    assert observed_range("moving_average", batches, averaging_constant=0.25) == [-1.0, 2.0]
 
 
-def test_a_percentile_leaves_out_the_extremes():
+def test_percentile_excludes_extremes():
     x = torch.arange(-500.0, 501.0)[None]
-    assert watched("percentile", [x], percentile=99) == [-490.0, 490.0]
-    assert watched("percentile", [x], percentile=100) == [-500.0, 500.0]
-    assert watched("percentile", [x, 2 * x], percentile=100) == [-750.0, 750.0]
+    assert observed_range("percentile", [x], percentile=99) == [-490.0, 490.0]
+    assert observed_range("percentile", [x], percentile=100) == [-500.0, 500.0]
+    assert observed_range("percentile", [x, 2 * x], percentile=100) == [-750.0, 750.0]
 
 
 @pytest.mark.parametrize("batches", [1, 5])
-def test_a_histogram_finds_what_a_search_over_the_numbers_finds(batches):
+def test_histogram_is_as_good_as_a_search_over_all_values(batches):
     x = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0))
     x[0, 7] = 40.0
     args = QuantizationArgs(num_bits=4)
@@ -118,35 +118,35 @@ def test_a_histogram_finds_what_a_search_over_the_numbers_finds(batches):
         top = float(x.abs().amax()) * step / 64
         scale = torch.tensor([top / 7.5])
         errors[top] = float(((x / scale).clamp(-8, 7).round() * scale - x).pow(2).sum())
-    seen = ActivationObserver(QuantizationArgs(num_bits=4, observer="histogram"))
+    observer = ActivationObserver(QuantizationArgs(num_bits=4, observer="histogram"))
     for part in x.chunk(batches, dim=1):
-        seen.see(part)
-    have = fake_quantize(x, seen.params(), args)
+        observer.observe(part)
+    have = fake_quantize(x, observer.params(), args)
     assert float((have - x).pow(2).sum()) <= 1.01 * min(errors.values())
 
 
-def test_heads_are_watched_each_for_itself():
+def test_attention_heads_are_observed_separately():
     args = QuantizationArgs(strategy="attn_head")
-    seen = ActivationObserver(args)
+    observer = ActivationObserver(args)
     x = torch.randn(2, 4, 5, 8)
-    seen.see(x)
-    low, high = seen.range()
+    observer.observe(x)
+    low, high = observer.range()
     assert low.shape == (4, 1, 1)
     assert torch.equal(high.flatten(), x.amax((0, 2, 3)))
-    assert fake_quantize(x, seen.params(), args).shape == x.shape
+    assert fake_quantize(x, observer.params(), args).shape == x.shape
 
 
-def test_of_local_activations_only_the_global_scale_is_found():
+def test_local_activations_have_only_a_global_scale():
     args = QuantizationArgs.from_dict(NVFP4 | {"dynamic": "local"})
-    seen = ActivationObserver(args)
-    seen.see(torch.tensor([[2.0, -3.0]]))
-    assert seen.params().global_scale.tolist() == [448 * 6 / 3]
+    observer = ActivationObserver(args)
+    observer.observe(torch.tensor([[2.0, -3.0]]))
+    assert observer.params().global_scale.tolist() == [448 * 6 / 3]
 
 
 def test_no_data_and_bad_data_raise():
     empty = ActivationObserver(QuantizationArgs())
-    empty.see(torch.zeros(0, 8))
-    with pytest.raises(StatusError, match="nothing was seen"):
+    empty.observe(torch.zeros(0, 8))
+    with pytest.raises(StatusError, match="no data was observed"):
         empty.params()
     for observer in OBSERVERS:
         args = QuantizationArgs(observer=observer)
@@ -155,15 +155,15 @@ def test_no_data_and_bad_data_raise():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("minmaks", {}, "did you mean 'minmax'"),
         ("mse", {"girds": 3}, "girds"),
-        ("percentile", {"percentile": 2}, "percentile is in"),
+        ("percentile", {"percentile": 2}, "percentile must be in"),
         ("moving_average", {"averaging_constant": 0}, "averaging_constant"),
-        ("histogram", {"bins": 3}, "bins 3"),
+        ("histogram", {"bins": 3}, "got 3"),
     ],
 )
-def test_an_observer_that_cannot_be_raises(name, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_observers_and_options_raise(name, options, message):
+    with pytest.raises(ConfigError, match=message):
         ActivationObserver(QuantizationArgs(observer=name, observer_kwargs=options))

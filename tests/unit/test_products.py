@@ -1,4 +1,4 @@
-"""The kernel that multiplies inputs by codes, against a slow twin."""
+"""The kernel that multiplies inputs by quantized weights, against a slow twin."""
 
 import os
 import subprocess
@@ -71,17 +71,17 @@ def cases(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(case=cases(), threads=st.integers(1, 5))
-def test_products_are_those_of_the_numbers(case, threads):
+def test_products_equal_the_slow_twin(case, threads):
     codes, _, scale, zero, block, x = case
-    wanted, size = slow(codes, scale, zero, block, x)
+    expected, size = slow(codes, scale, zero, block, x)
     found = product(*case)
-    assert bool(((found - wanted).abs() <= 1e-5 * size + 1e-30).all())
+    assert bool(((found - expected).abs() <= 1e-5 * size + 1e-30).all())
     assert torch.equal(product(*case, threads=threads), found)
     assert torch.equal(product(*case[:-1], x[-1:]), found[-1:])  # whatever else is multiplied
 
 
 @pytest.mark.parametrize("code", range(256))
-def test_every_8_bit_float_is_its_number(code):
+def test_every_8_bit_float_has_its_value(code):
     codes = torch.full((1, 40), code, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(1, 40)
     x[0, 3] = 1.0
@@ -91,7 +91,7 @@ def test_every_8_bit_float_is_its_number(code):
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "message"),
     [
         ({"codes": NOTHING.new_zeros(63)}, "whole rows"),
         ({"values": NOTHING.new_zeros(4)}, "one scale per block"),
@@ -109,7 +109,7 @@ def test_every_8_bit_float_is_its_number(code):
         ({"kind": "fp8", "zero_points": NOTHING.new_zeros(2)}, "no zero points"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(change, why):
+def test_invalid_sizes_raise(change, message):
     fitting = {
         "codes": NOTHING.new_zeros(64),
         "kind": "int",
@@ -122,7 +122,7 @@ def test_sizes_that_do_not_fit_are_refused(change, why):
         "products": NOTHING.new_zeros(8),
     }
     multiply(**fitting)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=message):
         multiply(**fitting | change)
 
 

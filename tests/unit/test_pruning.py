@@ -211,7 +211,9 @@ def test_a_quantized_model_stays_on_its_grid(method, scheme):
         config = QuantizationConfig({"group_0": scheme}, ignore=["lm_head"])
     quantize_model(model, config, calibration=batches())
     layers = find_layers(model, ["Linear"], ["lm_head"])
-    before = {name: copy.copy(layer.module.quantization.kept()) for name, layer in layers.items()}
+    before = {
+        name: copy.copy(layer.module.quantization.tensors()) for name, layer in layers.items()
+    }
     prune_model(model, dict.fromkeys(layers, 0.5), method=method, calibration=batches())
     for name, layer in layers.items():
         state = layer.module.quantization
@@ -219,7 +221,7 @@ def test_a_quantized_model_stays_on_its_grid(method, scheme):
         assert torch.equal(state.dense_weight(layer.weight), layer.parameter), (
             "codes are not updated"
         )
-        assert torch.equal(state.kept()["weight_scale"], before[name]["weight_scale"])
+        assert torch.equal(state.tensors()["weight_scale"], before[name]["weight_scale"])
 
 
 def test_a_model_quantized_by_an_earlier_run_raises():

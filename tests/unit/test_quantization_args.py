@@ -1,4 +1,4 @@
-"""What quantization arguments accept, refuse and write."""
+"""Quantization arguments: validation and the JSON form."""
 
 import pytest
 import torch
@@ -21,17 +21,17 @@ MX = QuantizationArgs(
         MX,
     ],
 )
-def test_the_json_form_reads_back(args):
+def test_json_form_round_trips(args):
     assert QuantizationArgs.from_dict(args.to_dict()) == args
 
 
-def test_the_strategy_follows_from_the_group_size():
+def test_group_size_implies_the_strategy():
     assert QuantizationArgs().strategy is QuantizationStrategy.TENSOR
     assert QuantizationArgs(group_size=-1).strategy is QuantizationStrategy.CHANNEL
     assert QuantizationArgs(group_size=64).strategy is QuantizationStrategy.GROUP
 
 
-def test_older_spellings_are_read():
+def test_older_spellings_are_accepted():
     assert QuantizationArgs(actorder=True, group_size=8).actorder is ActivationOrdering.GROUP
     assert QuantizationArgs(actorder=False).actorder is None
     block = QuantizationArgs(strategy="block", block_structure="128x64").block_structure
@@ -62,7 +62,7 @@ def test_older_spellings_are_read():
         {"scale_dtype": "float13"},
     ],
 )
-def test_what_cannot_be_is_refused(wrong):
+def test_invalid_arguments_raise(wrong):
     with pytest.raises(ConfigError):
         QuantizationArgs.from_dict(wrong)
 

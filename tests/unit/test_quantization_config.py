@@ -1,4 +1,4 @@
-"""Configs: presets, JSON of every generation, and which group a layer belongs to."""
+"""Quantization configs: presets, current and older JSON, and the group of a layer."""
 
 import json
 
@@ -13,7 +13,7 @@ from slimtensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from slimtensors.quantization.plans import make_disjoint, resolve_target
+from slimtensors.quantization.plans import find_group, make_disjoint
 from slimtensors.quantization.scheme import PRESETS
 
 LINEAR = ["Linear", "Module"]
@@ -24,12 +24,12 @@ def section(**more):
 
 
 @given(name=st.sampled_from(sorted(PRESETS)), ignore=st.lists(st.text(max_size=9)))
-def test_a_config_comes_back_from_json(name, ignore):
+def test_config_round_trips_through_json(name, ignore):
     config = QuantizationConfig.preset(name, ignore=ignore)
     assert QuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_group_may_be_targets_under_the_name_of_a_preset():
+def test_group_may_be_a_list_of_targets_under_a_preset_name():
     config = QuantizationConfig.from_dict({"config_groups": {"w8a8": ["Linear", "re:.*x"]}})
     scheme = config.config_groups["w8a8"]
     assert scheme == QuantizationScheme.preset("W8A8", ["Linear", "re:.*x"])
@@ -55,7 +55,7 @@ def test_a_file_may_be_the_section_or_a_whole_config(tmp_path):
         assert QuantizationConfig.parse_file(file) == QuantizationConfig.preset("W4A16")
 
 
-def test_a_section_without_version_does_not_pretend_to_have_one():
+def test_section_without_version_stays_without_version():
     data = section()
     del data["version"]
     assert QuantizationConfig.from_dict(data).version is None
@@ -71,23 +71,23 @@ def test_an_old_sparsity_section_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"config_gruops": {}}, "did you mean 'config_groups'"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weight": {}}}}, "a: .*'weights'"),
         ({"config_groups": {"a": {"targets": "Linear"}}}, "list of targets"),
-        ({"config_groups": {"a": 3}}, "a: a group is a scheme"),
+        ({"config_groups": {"a": 3}}, "a: expected a scheme"),
         ({"quantization_status": "calibrated"}, "did you mean 'calibration'"),
-        ({"quant_method": "gptq"}, "another library"),
+        ({"quant_method": "gptq"}, "expected 'compressed-tensors'"),
         ({"kv_cache_scheme": {"bits": 8}}, "num_bits"),
     ],
 )
-def test_what_a_config_cannot_mean_raises(change, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_config_raises(change, message):
+    with pytest.raises(ConfigError, match=message):
         QuantizationConfig.from_dict(section(**change))
 
 
-def test_a_file_that_is_no_config_is_named(tmp_path):
+def test_invalid_config_file_is_named_in_the_error(tmp_path):
     file = tmp_path / "config.json"
     for text in ("{", "[]", '{"model_type": "llama"}'):
         file.write_text(text)
@@ -104,12 +104,12 @@ def test_a_file_that_is_no_config_is_named(tmp_path):
         {"format": "mixed-precision"},
     ],
 )
-def test_what_a_scheme_cannot_mean_raises(args):
+def test_invalid_scheme_raises(args):
     with pytest.raises(ConfigError):
         QuantizationScheme(["Linear"], **args)
 
 
-def test_only_what_is_static_needs_data():
+def test_only_static_activations_need_data():
     needs = {name for name in PRESETS if QuantizationConfig.preset(name).needs_data}
     assert needs == {"FP8", "NVFP4"}
     assert QuantizationConfig(kv_cache_scheme=QuantizationArgs()).needs_data
@@ -125,33 +125,33 @@ def groups(**targets):
     return {name: QuantizationScheme.preset("W4A16", x) for name, x in targets.items()}
 
 
-def test_a_name_beats_a_pattern_and_a_pattern_beats_a_class():
+def test_names_precede_patterns_and_patterns_precede_classes():
     by = groups(c=["Linear"], p=["re:.*down"], n=["a.down"])
-    assert resolve_target(by, [], "a.down", LINEAR) == "n"
-    assert resolve_target(by, [], "b.down", LINEAR) == "p"
-    assert resolve_target(by, [], "b.up", LINEAR) == "c"
-    assert resolve_target(by, [], "b.norm", ["LayerNorm"]) is None
+    assert find_group(by, [], "a.down", LINEAR) == "n"
+    assert find_group(by, [], "b.down", LINEAR) == "p"
+    assert find_group(by, [], "b.up", LINEAR) == "c"
+    assert find_group(by, [], "b.norm", ["LayerNorm"]) is None
 
 
-def test_what_is_ignored_has_no_group():
+def test_ignored_layers_have_no_group():
     by = groups(n=["head"], c=["Linear"])
-    assert resolve_target(by, ["re:.*ead$"], "head", LINEAR) is None
-    assert resolve_target(by, ["head"], "head", LINEAR) is None
-    assert resolve_target(by, ["Linear"], "head", LINEAR) is None
-    assert resolve_target(by, ["lm_head"], "head", LINEAR) == "n"
+    assert find_group(by, ["re:.*ead$"], "head", LINEAR) is None
+    assert find_group(by, ["head"], "head", LINEAR) is None
+    assert find_group(by, ["Linear"], "head", LINEAR) is None
+    assert find_group(by, ["lm_head"], "head", LINEAR) == "n"
 
 
-def test_two_groups_that_fit_equally_well_raise():
+def test_two_groups_that_match_equally_well_raise():
     with pytest.raises(ConfigError, match=r"x\.down: the groups a and b"):
-        resolve_target(groups(a=["re:.*down"], b=["re:x.*"]), [], "x.down", LINEAR)
+        find_group(groups(a=["re:.*down"], b=["re:x.*"]), [], "x.down", LINEAR)
 
 
-def test_a_pattern_that_is_none_raises():
+def test_invalid_pattern_raises():
     with pytest.raises(ConfigError, match="regular expression"):
-        resolve_target(groups(a=["re:("]), [], "x", LINEAR)
+        find_group(groups(a=["re:("]), [], "x", LINEAR)
 
 
-def test_groups_that_overlap_are_written_layer_by_layer():
+def test_overlapping_groups_are_written_layer_by_layer():
     by = groups(z=["Linear"], a=["re:.*down"], e=["Embedding"])
     layers = {
         "2.down": ("a", LINEAR),
@@ -168,7 +168,7 @@ def test_groups_that_overlap_are_written_layer_by_layer():
     assert list(written) == sorted(written)
 
 
-def test_groups_that_do_not_overlap_stay_as_they_are():
+def test_disjoint_groups_are_unchanged():
     by = groups(a=["re:.*down"], b=["re:.*up"])
     layers = {"down": ("a", LINEAR), "up": ("b", LINEAR)}
     assert make_disjoint(by, layers) == by

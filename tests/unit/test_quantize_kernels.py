@@ -1,4 +1,4 @@
-"""The compiled loops of quantization against slow twins in torch, in fast and in plain code."""
+"""C++ quantization kernels against slow twins in torch, with and without vector code."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ relaxed = settings(deadline=None, max_examples=60)
 
 
 def framed(size):
-    """Bytes at an odd address between guards, and the guards."""
+    """Return bytes at an odd address between guards, and the guards."""
     whole = torch.full((size + 65,), 0xA5, dtype=torch.uint8)
     start = 32 + (whole.data_ptr() + 1) % 2
     return whole[start : start + size], (whole[:start], whole[start + size :])
@@ -33,7 +33,7 @@ def untouched(guards):
 
 
 def slow_pack(codes, bits):
-    """The stream of each row as one long integer."""
+    """Return packed codes, computed with one long integer per row."""
     size = 4 * -(-codes.shape[1] * bits // 32)
     rows = []
     for row in codes.tolist():
@@ -44,14 +44,14 @@ def slow_pack(codes, bits):
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**32))
 @relaxed
-def test_codes_are_packed_as_long_integers_say(bits, rows, row, seed):
-    made = torch.Generator().manual_seed(seed)
+def test_packed_codes_equal_the_slow_twin(bits, rows, row, seed):
+    generator = torch.Generator().manual_seed(seed)
     half = 1 << bits - 1
-    codes = torch.randint(-half, half, (rows, row), generator=made, dtype=torch.int8)
-    wanted = slow_pack(codes, bits)
-    words, guards = framed(wanted.numel())
+    codes = torch.randint(-half, half, (rows, row), generator=generator, dtype=torch.int8)
+    expected = slow_pack(codes, bits)
+    words, guards = framed(expected.numel())
     _core.pack_codes(as_bytes(codes), bits, row, words)
-    assert same_bits(words, wanted)
+    assert same_bits(words, expected)
     assert untouched(guards)
     back, guards = framed(codes.numel())
     _core.unpack_codes(words, bits, row, back)
@@ -60,14 +60,14 @@ def test_codes_are_packed_as_long_integers_say(bits, rows, row, seed):
 
 
 def numbers(count, dtype, seed):
-    """Every kind of finite number: raw bits, zeros of both signs, ordinary sizes, halves."""
-    made = torch.Generator().manual_seed(seed)
-    raw = torch.randint(-(2**31), 2**31, (count,), generator=made).to(torch.int32)
+    """Return finite floats: raw bits, zeros of both signs, ordinary values, halves."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)
     x = raw.to(WORDS[dtype]).view(dtype)
     x = torch.where(torch.isfinite(x), x, torch.zeros((), dtype=dtype))
-    plain = (torch.randn(count, generator=made) * 8).to(dtype)
-    halves = torch.randint(-40, 40, (count,), generator=made).to(dtype) / 4
-    kind = torch.randint(0, 3, (count,), generator=made)
+    plain = (torch.randn(count, generator=generator) * 8).to(dtype)
+    halves = torch.randint(-40, 40, (count,), generator=generator).to(dtype) / 4
+    kind = torch.randint(0, 3, (count,), generator=generator)
     return torch.where(kind == 0, x, torch.where(kind == 1, plain, halves))
 
 
@@ -81,7 +81,7 @@ def numbers(count, dtype, seed):
     st.integers(0, 2**32),
 )
 @relaxed
-def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed, rows, group, seed):
+def test_quantize_and_dequantize_equal_torch(dtype, steps, kind, signed, rows, group, seed):
     name, bits = kind
     row = group * (2 if group % 2 else 3)
     x = numbers(rows * row, dtype, seed).view(rows, row)
@@ -98,8 +98,8 @@ def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed,
         group_size=group,
     )
     params = Params(scale, zero)
-    wanted = quantize(x, params, args)
-    packed = wanted[:, ::2] | wanted[:, 1::2] << 4 if name == "fp4" else wanted
+    expected = quantize(x, params, args)
+    packed = expected[:, ::2] | expected[:, 1::2] << 4 if name == "fp4" else expected
     codes, guards = framed(packed.numel())
     zeros = None if zero is None else as_bytes(zero)
     layout = {
@@ -114,7 +114,7 @@ def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed,
     assert found
     assert same_bits(codes, as_bytes(packed))
     assert untouched(guards)
-    dense = dequantize(wanted, params, args, dtype)
+    dense = dequantize(expected, params, args, dtype)
     finite = torch.isfinite(dense)
     if scale_dtype is dtype:
         out, guards = framed(x.nbytes)
@@ -127,7 +127,7 @@ def test_rounding_and_multiplying_are_those_of_torch(dtype, steps, kind, signed,
 
 @given(st.sampled_from(FLOATS), st.integers(1, 4), st.integers(1, 70), st.integers(1, 40))
 @relaxed
-def test_ranges_are_those_of_torch(dtype, rows, row, columns):
+def test_ranges_equal_torch(dtype, rows, row, columns):
     x = numbers(rows * row, dtype, rows + row).view(rows, row)
     runs = torch.split(x.float(), columns, 1)
     low, high = (torch.empty(rows, len(runs), dtype=dtype) for _ in range(2))
@@ -138,7 +138,7 @@ def test_ranges_are_those_of_torch(dtype, rows, row, columns):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_shows(dtype, bad):
+def test_non_finite_values_are_reported(dtype, bad):
     x = torch.ones(1, 77, dtype=dtype)
     x[0, 70] = bad
     low, high = torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype)
@@ -152,15 +152,15 @@ def test_what_is_not_finite_shows(dtype, bad):
     )
 
 
-def test_every_small_float_is_read_as_torch_reads_it():
+def test_every_small_float_equals_torch():
     every = torch.arange(256).to(torch.uint8)
     one = _core.Scales(as_bytes(torch.ones(1)), "float32", (256, 256, 1))
     out = torch.empty(256)
     fp8, int8 = _core.CodeFormat("fp8", 8), _core.CodeFormat("int", 8)
     _core.dequantize(every, as_bytes(out), dtype="float32", scales=one, format=fp8)
-    wanted = every.view(torch.float8_e4m3fn).float()
-    number = ~torch.isnan(wanted)
-    assert same_bits(out[number], wanted[number])
+    expected = every.view(torch.float8_e4m3fn).float()
+    number = ~torch.isnan(expected)
+    assert same_bits(out[number], expected[number])
     assert torch.isnan(out[~number]).all()
     codes = torch.full((256,), 4, dtype=torch.int8)
     for kind in ("float8_e4m3fn", "float8_e8m0fnu"):
@@ -170,7 +170,7 @@ def test_every_small_float_is_read_as_torch_reads_it():
         )
         scale = every.view(getattr(torch, kind)).float()
         if kind == "float8_e8m0fnu":
-            scale[255] = torch.inf  # as compressed-tensors has it; the standard says NaN
+            scale[255] = torch.inf  # as in compressed-tensors; NaN in the standard
         assert torch.equal((4 * scale)[number], out[number])
 
 
@@ -194,7 +194,7 @@ def quantize_float16(codes, items, dtype, values, zero_points, blocks, kind, bit
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"items": bytes(15)}, "whole rows"),
         ({"dtype": "float64"}, "unknown float type"),
@@ -210,14 +210,14 @@ def quantize_float16(codes, items, dtype, values, zero_points, blocks, kind, bit
         ({"kind": "packed", "bits": 3}, "size of their items"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_before_anything_is_written(change, said):
+def test_invalid_sizes_raise_before_anything_is_written(change, message):
     codes = bytearray(b"x" * 8)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         quantize_float16(codes, **GOOD | change)
     assert codes == b"x" * 8
 
 
-def test_rows_of_odd_length_hold_no_pairs():
+def test_rows_of_odd_length_raise_for_pairs():
     with pytest.raises(ValueError, match="even number"):
         quantize_float16(
             bytearray(1),

@@ -462,7 +462,7 @@ def test_a_work_folder_of_another_run_raises(tmp_path, dense):
 def test_invalid_input_raises(dense):
     with pytest.raises(ConfigError, match="calibration data is required"):
         quantize_model(copy.deepcopy(dense), config())
-    with pytest.raises(ConfigError, match="shares its weight"):
+    with pytest.raises(ConfigError, match="its weight is tied"):
         quantize(llama(tie_word_embeddings=True), config(ignore=()))
     broken = copy.deepcopy(dense)
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""Stacked experts: quantized as a stack, stored as the layers that checkpoints have."""
+"""Stacked experts: quantized as a stack, stored as the layers of checkpoints."""
 
 import pytest
 import torch
@@ -39,12 +39,12 @@ def config(weights, *targets, **more):
 
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
 @pytest.mark.parametrize("compressed", [False, True])
-def test_each_expert_is_stored_as_a_layer_of_its_own(name, compressed):
+def test_each_expert_is_stored_as_a_separate_layer(name, compressed):
     from transformers.core_model_loading import revert_weight_conversion
 
     model, dense = make("mixtral"), make("mixtral")
-    how = config(WEIGHTS[name])
-    apply_quantization_config(model, how)
+    settings = config(WEIGHTS[name])
+    apply_quantization_config(model, settings)
     for parameter in ("gate_up_proj", "down_proj"):
         before = dense.get_parameter(f"model.layers.1.mlp.experts.{parameter}").detach()
         after = model.get_parameter(f"model.layers.1.mlp.experts.{parameter}").detach()
@@ -53,7 +53,7 @@ def test_each_expert_is_stored_as_a_layer_of_its_own(name, compressed):
     want = revert_weight_conversion(model, dict(model.state_dict()))
     if compressed:
         model.apply(compress_quantized_weights)
-    compressor = ModelCompressor(how)
+    compressor = ModelCompressor(settings)
     have = compressor.decompress(compressor.compress(model))
     experts = [name for name in want if "experts" in name]
     assert len(experts) == 2 * 4 * 3
@@ -62,19 +62,19 @@ def test_each_expert_is_stored_as_a_layer_of_its_own(name, compressed):
     assert "model.layers.1.block_sparse_moe.gate" in section["ignore"]
 
 
-def test_blocks_that_reach_over_two_layers_raise():
+def test_blocks_across_two_layers_raise():
     model = make("mixtral")
     args = QuantizationArgs(type="float", strategy="block", block_structure=[96, 64])
     apply_quantization_config(model, config(args))
-    with pytest.raises(ConfigError, match="reach over"):
+    with pytest.raises(ConfigError, match="do not divide"):
         ModelCompressor(config(args)).compress(model)
 
 
-def test_experts_are_written_with_targets_that_fit_their_names_in_checkpoints():
+def test_targets_of_experts_match_their_names_in_checkpoints():
     model = make("mixtral")
-    how = config(PER_TENSOR, "MixtralExperts")
-    apply_quantization_config(model, how)
-    compressor = ModelCompressor(how)
+    settings = config(PER_TENSOR, "MixtralExperts")
+    apply_quantization_config(model, settings)
+    compressor = ModelCompressor(settings)
     state = compressor.compress(model)
     written = QuantizationConfig.from_dict(model.config.quantization_config)
     assert written.config_groups["g"].targets == (
@@ -85,21 +85,21 @@ def test_experts_are_written_with_targets_that_fit_their_names_in_checkpoints():
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in dense
 
 
-def test_static_activations_of_stacked_experts_raise_and_dynamic_ones_are_noted():
+def test_static_activations_of_stacked_experts_raise_and_dynamic_ones_are_reported():
     static = config(PER_TENSOR, input_activations=PER_TENSOR)
     static.quantization_status = QuantizationStatus.CALIBRATION
-    with pytest.raises(ConfigError, match=r"mlp\.experts: what flows between"):
+    with pytest.raises(ConfigError, match=r"mlp\.experts: activations inside"):
         apply_quantization_config(make("mixtral"), static)
     tokens = QuantizationArgs(strategy="token", dynamic=True)
     report = apply_quantization_config(
         make("mixtral"), config(WEIGHTS["W8A8"], input_activations=tokens)
     )
-    assert len([note for note in report.notes if "stay as they are" in note]) == 2
+    assert len([note for note in report.notes if "are not quantized" in note]) == 2
     assert len([note for note in report.notes if "transformers cannot load" in note]) == 2
 
 
 class ToyExperts(nn.Module):
-    """Stacked sideways, in a model that is not of transformers."""
+    """Transposed stacks in a model that is not from transformers."""
 
     is_transposed = True
 
@@ -117,15 +117,15 @@ def test_stacks_of_other_models_are_stored_expert_by_expert():
     model = nn.ModuleDict({"experts": ToyExperts()})
     before = model["experts"].up.clone()
     args = QuantizationArgs(num_bits=4, strategy="channel")
-    how = config(args)
-    how.ignore = []
-    apply_quantization_config(model, how)
+    settings = config(args)
+    settings.ignore = []
+    apply_quantization_config(model, settings)
     matrix = before.transpose(-1, -2).contiguous()
     want = fake_quantize(matrix, find_params(matrix, args), args)
     assert torch.equal(model["experts"].up, want.transpose(-1, -2))
     model.apply(compress_quantized_weights)
     x = torch.randn(2, 16)
     assert torch.allclose(model["experts"](x), x @ want.transpose(-1, -2))
-    dense = ModelCompressor(how).decompress(ModelCompressor(how).compress(model))
+    dense = ModelCompressor(settings).decompress(ModelCompressor(settings).compress(model))
     assert dense.keys() == {f"experts.{i}.up.weight" for i in range(3)}
     assert all(same_bits(dense[f"experts.{i}.up.weight"], want[i]) for i in range(3))

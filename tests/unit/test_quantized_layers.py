@@ -1,4 +1,4 @@
-"""The life of quantized layers: what they compute in each status, and what cannot be."""
+"""Lifecycle of quantized layers: outputs in each status, and errors."""
 
 import copy
 
@@ -39,14 +39,14 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def calibrated(model, how, x=X):
-    report = apply_quantization_config(model, how)
+def calibrate(model, settings, x=X):
+    report = apply_quantization_config(model, settings)
     model(x)
     model.apply(freeze_module_quantization)
     return report
 
 
-def test_a_model_computes_as_before_until_it_is_frozen():
+def test_outputs_are_unchanged_until_a_model_is_frozen():
     model, dense = mlp(), mlp()
     apply_quantization_config(model, config(weights=CHANNEL, input_activations=STATIC))
     assert same_results(model(X), dense(X))
@@ -59,8 +59,8 @@ def test_a_model_computes_as_before_until_it_is_frozen():
 @torch.no_grad()
 def test_a_frozen_model_computes_with_quantized_weights_inputs_and_outputs():
     model, dense = mlp(), mlp()
-    how = config(weights=CHANNEL, input_activations=STATIC, output_activations=STATIC)
-    calibrated(model, how)
+    settings = config(weights=CHANNEL, input_activations=STATIC, output_activations=STATIC)
+    calibrate(model, settings)
 
     def static(x, seen):
         scale = (seen.abs().amax() / 127.5).reshape(1)
@@ -82,9 +82,9 @@ def test_a_frozen_model_computes_with_quantized_weights_inputs_and_outputs():
 @pytest.mark.parametrize("preset", ["W8A8", "FP8_DYNAMIC", "MXFP8A16"])
 def test_a_compressed_model_is_small_and_computes_the_same(preset):
     model = nn.Sequential(nn.Linear(64, 64)).eval()
-    how = QuantizationConfig.preset(preset)
-    how.quantization_status = QuantizationStatus.FROZEN
-    apply_quantization_config(model, how)
+    settings = QuantizationConfig.preset(preset)
+    settings.quantization_status = QuantizationStatus.FROZEN
+    apply_quantization_config(model, settings)
     x = torch.randn(3, 64)
     want, dense = model(x), model.state_dict()
     model.apply(compress_quantized_weights)
@@ -107,7 +107,7 @@ def test_a_compressed_state_dict_loads_into_a_compressed_model():
     for seed in (0, 1):
         torch.manual_seed(seed)
         models.append(nn.Sequential(nn.Linear(16, 8)).eval())
-        calibrated(models[-1], config(weights=CHANNEL, input_activations=STATIC))
+        calibrate(models[-1], config(weights=CHANNEL, input_activations=STATIC))
         models[-1].apply(compress_quantized_weights)
     assert not torch.equal(models[0](X), models[1](X))
     models[1].load_state_dict(models[0].state_dict())
@@ -130,14 +130,14 @@ def test_convolutions_and_embeddings_are_quantized_per_output():
     torch.manual_seed(0)
     model = Convolved()
     dense = copy.deepcopy(model)
-    how = config("Conv1d", "Conv2d", "Embedding", weights=CHANNEL)
-    calibrated(model, how, torch.randn(2, 4, 8))
+    settings = config("Conv1d", "Conv2d", "Embedding", weights=CHANNEL)
+    calibrate(model, settings, torch.randn(2, 4, 8))
     for name in ("one", "two", "words"):
         before = getattr(dense, name).weight
         matrix = before.flatten(1)
         want = fake_quantize(matrix, find_params(matrix, CHANNEL), CHANNEL).view(before.shape)
         assert same_bits(getattr(model, name).weight, want)
-    compressor = ModelCompressor(how)
+    compressor = ModelCompressor(settings)
     state = compressor.compress(model)
     assert state["two.weight_shape"].tolist() == [5, 6]
     back = compressor.decompress(state, model=dense)
@@ -150,13 +150,13 @@ def test_convolutions_and_embeddings_are_quantized_per_output():
 
 
 @torch.no_grad()
-def test_the_sideways_linear_of_gpt2_is_quantized_per_output():
+def test_conv1d_of_gpt2_is_quantized_per_output():
     from transformers.pytorch_utils import Conv1D
 
     torch.manual_seed(0)
     model = nn.Sequential(Conv1D(8, 16))
     before = model[0].weight.clone()
-    calibrated(model, config("Conv1D", weights=CHANNEL))
+    calibrate(model, config("Conv1D", weights=CHANNEL))
     want = fake_quantize(before.T.contiguous(), find_params(before.T, CHANNEL), CHANNEL).T
     assert torch.equal(model[0].weight, want)
     state = ModelCompressor(config("Conv1D", weights=CHANNEL)).compress(model)
@@ -177,7 +177,7 @@ def test_params_that_an_algorithm_found_are_used():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_weight_on_its_grid_gets_back_the_codes_it_came_from(symmetric):
+def test_quantizing_a_rounded_weight_gives_the_same_codes(symmetric):
     args = QuantizationArgs(strategy="channel", symmetric=symmetric)
     torch.manual_seed(0)
     codes = torch.arange(-128, 128).to(torch.int8).repeat(64, 1)
@@ -186,15 +186,15 @@ def test_a_weight_on_its_grid_gets_back_the_codes_it_came_from(symmetric):
     params = Params(scale, zero)
     model = nn.Sequential(nn.Linear(256, 64, dtype=torch.bfloat16))
     model[0].weight.data = dequantize(codes, params, args)
-    how = config(weights=args, format="int-quantized")
-    apply_quantization_config(model, how)
+    settings = config(weights=args, format="int-quantized")
+    apply_quantization_config(model, settings)
     model[0].quantization.params["weight"] = params
     model.apply(freeze_module_quantization)
-    assert torch.equal(ModelCompressor(how).compress(model)["0.weight"], codes)
+    assert torch.equal(ModelCompressor(settings).compress(model)["0.weight"], codes)
 
 
 class Mixture(nn.Module):
-    """Two of three experts see tokens."""
+    """A mixture in which two of three experts receive tokens."""
 
     def __init__(self):
         super().__init__()
@@ -204,68 +204,68 @@ class Mixture(nn.Module):
         return self.experts[0]["w1"](x[:2]) + self.experts[2]["w1"](2 * x[:2])
 
 
-def test_an_expert_without_tokens_takes_the_range_of_the_others_and_says_so(caplog):
+def test_an_expert_without_tokens_uses_the_range_of_the_others_and_reports_it(caplog):
     model = Mixture()
-    report = calibrated(model, config(weights=CHANNEL, input_activations=STATIC))
+    report = calibrate(model, config(weights=CHANNEL, input_activations=STATIC))
     scales = [expert["w1"].quantization.input_scale for expert in model.experts]
     assert torch.equal(scales[1], scales[2])
     assert not torch.equal(scales[1], scales[0])
     assert len(report.notes) == 1
-    assert "experts.1.w1: no token came here" in report.notes[0]
+    assert "experts.1.w1: received no token" in report.notes[0]
     assert report.notes[0] in caplog.text
 
 
-def test_the_report_lists_layers_and_names_that_fit_nothing():
-    how = config("Linear", "re:.*attn", ignore=["2", "lmhead"], weights=CHANNEL)
-    report = apply_quantization_config(mlp(), how)
+def test_report_lists_layers_and_targets_without_a_match():
+    settings = config("Linear", "re:.*attn", ignore=["2", "lmhead"], weights=CHANNEL)
+    report = apply_quantization_config(mlp(), settings)
     assert report.groups == {"group_0": ["0"]}
     assert len(report.notes) == 2
-    assert "'re:.*attn' fits no layer" in report.notes[0]
-    assert "'lmhead' fits nothing" in report.notes[1]
+    assert "'re:.*attn' matches no layer" in report.notes[0]
+    assert "'lmhead' matches nothing" in report.notes[1]
 
 
 def test_calibration_without_data_raises():
     model = mlp()
     apply_quantization_config(model, config(input_activations=STATIC))
-    with pytest.raises(StatusError, match="0: nothing was seen in calibration"):
+    with pytest.raises(StatusError, match="0: no data was observed in calibration"):
         model.apply(freeze_module_quantization)
-    with pytest.raises(StatusError, match="0: nothing was seen in calibration"):
-        calibrated(mlp(), config(input_activations=STATIC), X[:0])
+    with pytest.raises(StatusError, match="0: no data was observed in calibration"):
+        calibrate(mlp(), config(input_activations=STATIC), X[:0])
 
 
 @pytest.mark.parametrize("targets", [["Linera"], ["re:nothing.*"], ["9"], ["ReLU"]])
 def test_a_config_that_matches_nothing_raises(targets):
-    with pytest.raises(ConfigError, match="group_0: no layer of the model fits"):
+    with pytest.raises(ConfigError, match="group_0: no layer of the model matches"):
         apply_quantization_config(mlp(), config(*targets, weights=CHANNEL))
-    how = config(weights=CHANNEL)
-    how.kv_cache_scheme = STATIC
+    settings = config(weights=CHANNEL)
+    settings.kv_cache_scheme = STATIC
     with pytest.raises(ConfigError, match="kv_cache: no layer"):
-        apply_quantization_config(mlp(), how)
+        apply_quantization_config(mlp(), settings)
     with pytest.raises(ConfigError, match="no layer"):
         apply_quantization_config(mlp(), config(ignore=["Linear"], weights=CHANNEL))
 
 
 def test_steps_in_the_wrong_order_raise():
-    model, how = mlp(), config(weights=CHANNEL)
-    compressor = ModelCompressor(quantization_config=how)
+    model, settings = mlp(), config(weights=CHANNEL)
+    compressor = ModelCompressor(quantization_config=settings)
     with pytest.raises(StatusError, match="not quantized"):
         compressor.compress(model)
-    apply_quantization_config(model, how)
-    with pytest.raises(StatusError, match="0: is calibration, not frozen"):
+    apply_quantization_config(model, settings)
+    with pytest.raises(StatusError, match="0: status is calibration, expected frozen"):
         model.apply(compress_quantized_weights)
-    with pytest.raises(StatusError, match="0: is calibration, not frozen"):
+    with pytest.raises(StatusError, match="0: status is calibration, expected frozen"):
         compressor.compress(model)
-    with pytest.raises(StatusError, match="0: is calibration already"):
-        apply_quantization_config(model, how)
+    with pytest.raises(StatusError, match="0: already calibration"):
+        apply_quantization_config(model, settings)
     model.apply(freeze_module_quantization)
     model.apply(freeze_module_quantization)  # which changes nothing
     model.apply(compress_quantized_weights)
-    with pytest.raises(StatusError, match="0: is compressed already"):
+    with pytest.raises(StatusError, match="0: already compressed"):
         model.apply(freeze_module_quantization)
-    with pytest.raises(StatusError, match="0: is compressed already"):
-        apply_quantization_config(model, how)
+    with pytest.raises(StatusError, match="0: already compressed"):
+        apply_quantization_config(model, settings)
     for status in (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED):
-        with pytest.raises(StatusError, match=f"cannot be made {status}"):
+        with pytest.raises(StatusError, match=f"quantization_status {status}"):
             apply_quantization_config(mlp(), config(weights=CHANNEL, status=status))
     frozen = config(input_activations=STATIC, status=QuantizationStatus.FROZEN)
     with pytest.raises(StatusError, match="need data"):
@@ -280,35 +280,35 @@ def test_a_config_may_be_applied_again_before_calibration():
     assert len(model[0]._forward_pre_hooks) == 1
 
 
-def test_a_tied_weight_is_not_quantized_behind_the_other_layers_back():
+def test_tied_weights_raise_unless_ignored():
     model = mlp()
     model.append(nn.Embedding(8, 32))
     model[3].weight = model[2].weight
-    with pytest.raises(ConfigError, match=r"2: shares its weight with \['2.weight', '3.weight'\]"):
+    with pytest.raises(ConfigError, match=r"2: its weight is tied to \['2.weight', '3.weight'\]"):
         apply_quantization_config(model, config(weights=CHANNEL))
     apply_quantization_config(model, config(weights=CHANNEL, ignore=["2"]))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "how", "says"),
+    ("change", "settings", "message"),
     [
         (lambda m: None, config(weights=QuantizationArgs(group_size=24)), "0: 16 columns"),
-        (lambda m: m[0].weight.data.fill_(torch.nan), config(weights=CHANNEL), "0: holds NaN"),
-        (lambda m: m.append(nn.Embedding(3, 4)), config("Embedding", input_activations=STATIC), "3: takes ids"),  # noqa: E501
+        (lambda m: m[0].weight.data.fill_(torch.nan), config(weights=CHANNEL), "0: contains NaN"),
+        (lambda m: m.append(nn.Embedding(3, 4)), config("Embedding", input_activations=STATIC), "3: its input is token ids"),  # noqa: E501
     ],
 )  # fmt: skip
-def test_a_layer_that_cannot_be_quantized_is_named(spoil, how, says):
+def test_unsupported_layers_are_named_in_the_error(change, settings, message):
     model = mlp()
-    spoil(model)
-    with pytest.raises(ConfigError, match=says):
-        calibrated(model, how, torch.zeros(1, 16))
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        calibrate(model, settings, torch.zeros(1, 16))
 
 
-def test_a_compressor_refuses_what_does_not_fit():
+def test_compressor_raises_on_mismatch():
     with pytest.raises(ConfigError, match="not both"):
         ModelCompressor()
     model = mlp()
-    calibrated(model, config(weights=CHANNEL))
+    calibrate(model, config(weights=CHANNEL))
     other = QuantizationConfig({"other": QuantizationScheme(["Linear"], weights=CHANNEL)})
     with pytest.raises(MismatchError, match="another config"):
         ModelCompressor(other).compress(model)
@@ -316,12 +316,12 @@ def test_a_compressor_refuses_what_does_not_fit():
     state["left.over"] = state.pop("0.bias")
     with pytest.raises(MismatchError, match=r"missing \['0.bias'\], unexpected \['left.over'\]"):
         ModelCompressor(config(weights=CHANNEL)).restore(mlp(), state)
-    with pytest.raises(ConfigError, match="0: is stored quantized, but no group"):
+    with pytest.raises(ConfigError, match="0: stored quantized, but no group"):
         ModelCompressor(config("re:5", weights=CHANNEL)).decompress(state)
 
 
 def test_a_transform_raises():
-    how = config(weights=CHANNEL)
-    how.transform_config = {"config_groups": {}}
+    settings = config(weights=CHANNEL)
+    settings.transform_config = {"config_groups": {}}
     with pytest.raises(ConfigError, match="transform_config"):
-        apply_quantization_config(mlp(), how)
+        apply_quantization_config(mlp(), settings)

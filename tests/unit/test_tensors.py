@@ -51,8 +51,8 @@ KINDS = {
     "int4 symmetric": int4_weight_only(group_size=32, symmetric=True),
     "int8 dynamic": int8_dynamic_activation_int8_weight(),
     "float8": float8_weight_only(),
-    "sparse": SparseTensor.of,
-    "csr": CsrTensor.of,
+    "sparse": SparseTensor.from_dense,
+    "csr": CsrTensor.from_dense,
     "sparse int8": sparse_int8_weight(),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -100,19 +100,21 @@ def tolerance(dtype):
 @each_dtype
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_codes_stand_for_the_numbers_that_rounding_gives(dtype, bits, symmetric):
+def test_dequantized_codes_equal_fake_quantization(dtype, bits, symmetric):
     args = QuantizationArgs(bits, symmetric=symmetric, group_size=32)
     weight = matrix(dtype=dtype, keep=1)
-    held = QuantizedTensor.quantize(weight, QuantizedConfig(args))
-    assert same_bits(held.dequantize(), fake_quantize(weight, find_params(weight, args), args))
+    compressed = QuantizedTensor.quantize(weight, QuantizedConfig(args))
+    assert same_bits(
+        compressed.dequantize(), fake_quantize(weight, find_params(weight, args), args)
+    )
 
 
 @each_dtype
 @pytest.mark.parametrize("form", [SparseTensor, CsrTensor])
-def test_without_zeros_every_bit_stays(form, dtype):
+def test_sparse_tensors_are_bitwise_lossless(form, dtype):
     weight = matrix(dtype=dtype, keep=0.3)
     weight[3, 5] = -0.0
-    assert same_bits(form.of(weight).dequantize(), weight)
+    assert same_bits(form.from_dense(weight).dequantize(), weight)
 
 
 def test_sparse_weights_skip_zeros_from_ninety_percent():
@@ -122,25 +124,25 @@ def test_sparse_weights_skip_zeros_from_ninety_percent():
 
 def test_sparse_codes_are_the_same_codes():
     weight = matrix()
-    held, plain = sparse_int8_weight()(weight), int8_weight_only()(weight)
-    assert isinstance(held.codes, SparseTensor)
-    assert same_bits(held.dequantize(), plain.dequantize())
-    assert sum(leaf.nbytes for _, leaf in held.leaves()) < plain.codes.nbytes / 2
+    compressed, plain = sparse_int8_weight()(weight), int8_weight_only()(weight)
+    assert isinstance(compressed.codes, SparseTensor)
+    assert same_bits(compressed.dequantize(), plain.dequantize())
+    assert sum(leaf.nbytes for _, leaf in compressed.leaves()) < plain.codes.nbytes / 2
 
 
 @each_dtype
 @each_kind
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_a_product_is_that_of_the_dense_weight(compress, dtype, count):
+def test_product_equals_that_of_the_dense_weight(compress, dtype, count):
     weight = compress(matrix(dtype=dtype))
     x = torch.randn(count, 2, 64, dtype=dtype)
     bias = torch.randn(48, dtype=dtype)
-    wanted = functional.linear(x, weight.dequantize(), bias)
+    expected = functional.linear(x, weight.dequantize(), bias)
     found = functional.linear(x, weight, bias)
     assert found.dtype is dtype
-    assert found.shape == wanted.shape
+    assert found.shape == expected.shape
     rounding = 0.02 if getattr(weight.config, "inputs", None) else 0.0
-    assert close(found, wanted, tolerance(dtype) + rounding)
+    assert close(found, expected, tolerance(dtype) + rounding)
 
 
 @settings(max_examples=60, deadline=None)
@@ -152,28 +154,28 @@ def test_a_product_is_that_of_the_dense_weight(compress, dtype, count):
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**31),
 )
-def test_products_hold_for_any_shape(kind, rows, groups, count, dtype, seed):
+def test_products_are_correct_for_any_shape(kind, rows, groups, count, dtype, seed):
     weight = KINDS[kind](matrix(rows, 32 * groups, dtype=dtype, keep=0.7, seed=seed))
     x = torch.randn(count, 32 * groups, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    wanted = x.double() @ weight.dequantize().double().t()
+    expected = x.double() @ weight.dequantize().double().t()
     rounding = 0.05 if kind == "int8 dynamic" else 0.0
-    error = (functional.linear(x, weight).double() - wanted).abs().max()
+    error = (functional.linear(x, weight).double() - expected).abs().max()
     size = x.double().norm(dim=1).max() * weight.dequantize().double().norm(dim=1).max()
     assert error <= (tolerance(dtype) + rounding) * size
 
 
 @each_dtype
 @pytest.mark.parametrize("kind", ["int8", "int4", "float8"])
-def test_many_inputs_are_multiplied_by_some_rows_at_a_time(kind, dtype, monkeypatch):
-    monkeypatch.setattr(quantized, "_PIECE", 4096)
+def test_many_inputs_are_multiplied_piece_by_piece(kind, dtype, monkeypatch):
+    monkeypatch.setattr(quantized, "_PIECE_BYTES", 4096)
     monkeypatch.setattr(kernels, "_is_slow", lambda dtype: False)
     weight = KINDS[kind](matrix(dtype=dtype))
     x = torch.randn(3, 50, 64).to(dtype)
-    wanted = functional.linear(x, weight.dequantize())
-    assert close(functional.linear(x, weight), wanted, tolerance(dtype))
+    expected = functional.linear(x, weight.dequantize())
+    assert close(functional.linear(x, weight), expected, tolerance(dtype))
 
 
-def test_inputs_that_need_a_gradient_get_one():
+def test_inputs_receive_gradients():
     weight = int8_weight_only()(matrix(dtype=torch.float32, keep=1))
     x = torch.randn(3, 64, requires_grad=True)
     functional.linear(x, weight).sum().backward()
@@ -228,13 +230,13 @@ STACKS = {
 @pytest.mark.parametrize("args", STACKS.values(), ids=STACKS)
 def test_matrices_of_a_stack_can_be_taken(args):
     experts = torch.stack([matrix(keep=1, seed=seed) * (seed + 1) for seed in range(3)])
-    held = QuantizedTensor.quantize(experts, QuantizedConfig(args))
-    dense = held.dequantize()
-    some = held[1:]
+    compressed = QuantizedTensor.quantize(experts, QuantizedConfig(args))
+    dense = compressed.dequantize()
+    some = compressed[1:]
     assert isinstance(some, QuantizedTensor)
     assert same_bits(some.dequantize(), dense[1:].clone())
     x = torch.randn(2, 64).bfloat16()
-    for i, expert in enumerate(held):
+    for i, expert in enumerate(compressed):
         assert isinstance(expert, QuantizedTensor)
         expert.check()
         assert same_bits(expert.dequantize(), dense[i].clone())
@@ -243,7 +245,7 @@ def test_matrices_of_a_stack_can_be_taken(args):
 
 @each_kind
 @each_dtype
-def test_another_dtype_is_that_of_the_numbers(compress, dtype):
+def test_cast_to_another_dtype_rounds_the_values(compress, dtype):
     weight = compress(matrix(keep=0.4))
     changed = weight.to(dtype)
     assert isinstance(changed, CompressedTensor)
@@ -263,7 +265,7 @@ def test_memory_can_be_shared_with_other_processes(compress):
 
 
 @each_kind
-def test_another_device_takes_all_parts(compress):
+def test_moving_to_another_device_moves_all_parts(compress):
     weight = compress(matrix()).to("meta")
     assert weight.device.type == "meta"
     assert all(leaf.device.type == "meta" for _, leaf in weight.leaves())
@@ -271,7 +273,7 @@ def test_another_device_takes_all_parts(compress):
 
 
 @each_kind
-def test_what_a_compressed_tensor_cannot_do_says_so(compress):
+def test_unsupported_operations_raise(compress):
     weight = compress(matrix())
     with pytest.raises(UnsupportedOperationError, match=r"aten\.add.*dequantize\(\)"):
         weight + 1
@@ -283,9 +285,11 @@ def test_what_a_compressed_tensor_cannot_do_says_so(compress):
         weight.to(torch.int32)
 
 
-def test_an_input_of_another_dtype_or_width_is_refused():
+def test_input_of_another_dtype_or_width_raises():
     weight = int8_weight_only()(matrix())
-    with pytest.raises(ConfigError, match=r"torch\.float32 for a weight of torch\.bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"input is torch\.float32, but the weight is torch\.bfloat16"
+    ):
         functional.linear(torch.randn(1, 64), weight)
     with pytest.raises(ConfigError, match="shape"):
         functional.linear(torch.randn(1, 63).bfloat16(), weight)
@@ -297,9 +301,9 @@ def test_autocast_decides_the_dtype():
         assert functional.linear(torch.randn(1, 64), weight).dtype is torch.bfloat16
 
 
-def test_a_group_size_that_does_not_divide_is_refused_with_the_name():
+def test_invalid_group_size_raises_with_the_name():
     toy = model()
-    with pytest.raises(ConfigError, match=r"up\.weight: 64 columns do not divide .* 48"):
+    with pytest.raises(ConfigError, match=r"up\.weight: 64 columns are not divisible .* 48"):
         quantize_(toy, int4_weight_only(group_size=48))
     assert not any(isinstance(p, CompressedTensor) for p in toy.parameters())
 
@@ -307,11 +311,11 @@ def test_a_group_size_that_does_not_divide_is_refused_with_the_name():
 def test_a_model_is_compressed_once():
     toy = model()
     quantize_(toy, int8_weight_only())
-    with pytest.raises(ConfigError, match="compressed already"):
+    with pytest.raises(ConfigError, match="already compressed"):
         quantize_(toy, int8_weight_only())
 
 
-def test_a_filter_chooses_modules():
+def test_filter_selects_modules():
     toy = model()
     quantize_(toy, int8_weight_only(), lambda module, name: name == "down")
     assert isinstance(toy.down.weight, QuantizedTensor)
@@ -334,10 +338,10 @@ def test_shared_weights_stay_shared_and_count_once():
 
 @each_kind
 @each_dtype
-def test_a_state_dict_goes_through_torch_save(compress, dtype, tmp_path):
+def test_state_dict_round_trips_through_torch_save(compress, dtype, tmp_path):
     toy = model(dtype)
     quantize_(toy, compress, is_linear_or_embedding)
-    wanted = toy(TOKENS)
+    expected = toy(TOKENS)
     torch.save(toy.state_dict(), tmp_path / "state.pt")
     for mmap in (False, True):
         state = torch.load(tmp_path / "state.pt", weights_only=True, mmap=mmap)
@@ -346,7 +350,7 @@ def test_a_state_dict_goes_through_torch_save(compress, dtype, tmp_path):
         loaded.load_state_dict(state, assign=True)
         assert type(loaded.up.weight) is type(toy.up.weight)
         assert not loaded.up.weight.requires_grad
-        assert same_results(loaded(TOKENS), wanted)
+        assert same_results(loaded(TOKENS), expected)
         assert loaded.state_dict().keys() == toy.state_dict().keys()
 
 
@@ -385,10 +389,10 @@ def test_gradients_stay_off():
     assert not toy.up.weight.requires_grad
 
 
-def test_a_newer_state_dict_is_refused():
-    held = io.BytesIO()
-    torch.save({"w": int8_weight_only()(matrix())}, held)
-    newer = io.BytesIO(held.getvalue().replace(b'"version": 1', b'"version": 9'))
+def test_newer_state_dict_raises():
+    compressed = io.BytesIO()
+    torch.save({"w": int8_weight_only()(matrix())}, compressed)
+    newer = io.BytesIO(compressed.getvalue().replace(b'"version": 1', b'"version": 9'))
     with pytest.raises(UnsupportedVersionError, match=r"version 9.*upgrade"):
         torch.load(newer)
     with pytest.raises(UnsupportedVersionError):
@@ -408,7 +412,7 @@ def test_compilers_see_one_graph(compress):
 
 
 @each_kind
-def test_where_tensors_are_fake_they_tell_shapes(compress):
+def test_shapes_are_known_in_fake_tensor_mode(compress):
     toy = model()
     quantize_(toy, compress, is_linear_or_embedding)
     with torch.no_grad():
@@ -421,7 +425,7 @@ def test_where_tensors_are_fake_they_tell_shapes(compress):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
-def test_the_default_compiler_takes_them():
+def test_default_compiler_supports_them():
     torch._dynamo.reset()
     toy = model()
     quantize_(toy, int4_weight_only(group_size=32), is_linear_or_embedding)
@@ -429,28 +433,28 @@ def test_the_default_compiler_takes_them():
         assert close(torch.compile(toy, fullgraph=True)(TOKENS), toy(TOKENS), 0.02)
 
 
-def test_words_say_how_a_tensor_is_held():
+def test_repr_describes_the_encoding():
     assert "4-bit int per group 32" in repr(int4_weight_only(group_size=32)(matrix()))
     assert "sparse 8-bit int per channel" in repr(sparse_int8_weight()(matrix()))
 
 
 def test_parts_from_a_file_must_fit():
-    for held, change in (
-        (CsrTensor.of(matrix()), {"columns": lambda part: part + 64}),
-        (CsrTensor.of(matrix()), {"starts": lambda part: part.flip(0)}),
+    for compressed, change in (
+        (CsrTensor.from_dense(matrix()), {"columns": lambda part: part + 64}),
+        (CsrTensor.from_dense(matrix()), {"starts": lambda part: part.flip(0)}),
         (int8_weight_only()(matrix()), {"codes": lambda part: part[1:]}),
         (int8_weight_only()(matrix()), {"scale": lambda part: part[1:]}),
         (int4_weight_only(32)(matrix()), {"codes": lambda part: part.view(torch.uint8)}),
     ):
-        leaves = {k: change[k](v) if k in change else v for k, v in held.leaves()}
+        leaves = {k: change[k](v) if k in change else v for k, v in compressed.leaves()}
         with pytest.raises(CorruptFileError):
-            rebuild(json.dumps(held.form()), leaves)
+            rebuild(json.dumps(compressed.form()), leaves)
 
 
 @each_dtype
 @each_kind
 @pytest.mark.parametrize("count", [1, 5, 20])
-def test_parts_and_inputs_may_lie_anywhere_in_memory(compress, dtype, count):
+def test_parts_and_inputs_may_have_any_alignment(compress, dtype, count):
     def shifted(part):
         raw = torch.zeros(part.nbytes + 128, dtype=torch.uint8)
         start = -raw.data_ptr() % 64 + part.element_size()
@@ -461,8 +465,10 @@ def test_parts_and_inputs_may_lie_anywhere_in_memory(compress, dtype, count):
 
     weight = compress(matrix(48, 96, dtype=dtype, keep=1))
     x = torch.randn(count, 96, dtype=dtype)
-    wanted = functional.linear(x, weight)
-    assert close(functional.linear(shifted(x), weight.changed(shifted)), wanted, tolerance(dtype))
+    expected = functional.linear(x, weight)
+    assert close(
+        functional.linear(shifted(x), weight.map_leaves(shifted)), expected, tolerance(dtype)
+    )
 
 
 @pytest.mark.parametrize("columns", [1, 7, 17, 24, 40])
@@ -471,6 +477,6 @@ def test_rows_may_have_any_length(columns):
         for name in ("int8", "int8 dynamic", "float8", "sparse", "csr", "sparse int8"):
             weight = KINDS[name](matrix(33, columns, dtype=dtype, keep=1))
             x = torch.randn(5, columns, dtype=dtype)
-            wanted = functional.linear(x, weight.dequantize())
+            expected = functional.linear(x, weight.dequantize())
             rounding = 0.02 if name == "int8 dynamic" else 0.0
-            assert close(functional.linear(x, weight), wanted, tolerance(dtype) + rounding)
+            assert close(functional.linear(x, weight), expected, tolerance(dtype) + rounding)

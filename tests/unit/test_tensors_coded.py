@@ -23,7 +23,7 @@ from slimtensors.quantization import (
 )
 from slimtensors.runtime import CodedTensor
 from slimtensors.runtime import coded as coded_tensors
-from slimtensors.runtime.coded import Ahead
+from slimtensors.runtime.coded import Prefetcher
 
 TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -31,8 +31,8 @@ TOKENS = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat1
 def model(blocks=3):
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
-    made = nn.Sequential(*(copy.deepcopy(block) for _ in range(blocks)))
-    return made.bfloat16().eval().requires_grad_(False)
+    generator = nn.Sequential(*(copy.deepcopy(block) for _ in range(blocks)))
+    return generator.bfloat16().eval().requires_grad_(False)
 
 
 def test_outputs_are_exact_and_memory_is_smaller():
@@ -57,24 +57,24 @@ def test_the_next_weight_is_decoded_on_another_thread(monkeypatch, threads_of_to
     coded = model()
     quantize_(coded, coded_weight())
     threads = []
-    decode = Ahead._decode
+    decode = Prefetcher._decode
 
-    def watched(self, weight):
+    def observed(self, weight):
         threads.append(threading.current_thread().name.partition("_")[0])
         return decode(self, weight)
 
-    monkeypatch.setattr(Ahead, "_decode", watched)
+    monkeypatch.setattr(Prefetcher, "_decode", observed)
     ahead = decode_ahead(coded)
-    wanted = coded(TOKENS)
-    on_others = ["MainThread"] + ["slimtensors-ahead"] * 5
+    expected = coded(TOKENS)
+    on_others = ["MainThread"] + ["slimtensors-prefetch"] * 5
     assert threads == (on_others if threads_of_torch == 1 else [])
     ahead.remove()
     threads.clear()
-    assert same_results(coded(TOKENS), wanted)
+    assert same_results(coded(TOKENS), expected)
     assert not threads
 
 
-def test_checksums_of_parts_that_are_copied_into_a_used_weight_are_compared():
+def test_copying_into_a_used_weight_compares_checksums_again():
     coded = model(1)
     quantize_(coded, coded_weight())
     coded(TOKENS)
@@ -86,8 +86,8 @@ def test_checksums_of_parts_that_are_copied_into_a_used_weight_are_compared():
         coded(TOKENS)
 
 
-def test_rows_are_found_where_they_lie_in_what_was_copied_into_a_used_weight(monkeypatch):
-    monkeypatch.setattr(coded_tensors, "_IN_CACHE", 1 << 19)
+def test_copying_into_a_used_weight_updates_its_pieces(monkeypatch):
+    monkeypatch.setattr(coded_tensors, "_PIECE_BYTES", 1 << 19)
     random = torch.Generator().manual_seed(0)
     halves = [torch.randn(512, 1024, generator=random).bfloat16() for _ in range(2)]
     halves[0] = halves[0].clamp(1, 2)  # which takes fewer bytes
@@ -100,75 +100,76 @@ def test_rows_are_found_where_they_lie_in_what_was_copied_into_a_used_weight(mon
         assert same_results(functional.linear(x, used), functional.linear(x, other.dequantize()))
 
 
-def test_memory_of_large_weights_that_cannot_be_cut_is_not_kept(monkeypatch):
-    monkeypatch.setattr(coded_tensors, "_KEPT", 1 << 20)
-    held = coded_weight()(torch.randn(512, 1024))  # float32: only a product by all rows is exact
+def test_memory_of_large_indivisible_weights_is_not_reused(monkeypatch):
+    monkeypatch.setattr(coded_tensors, "_MAX_SCRATCH_BYTES", 1 << 20)
+    # float32: only a product by all rows is exact
+    compressed = coded_weight()(torch.randn(512, 1024))
     with ThreadPoolExecutor(1) as thread:  # which has kept nothing yet
-        thread.submit(functional.linear, torch.ones(1, 1024), held).result()
+        thread.submit(functional.linear, torch.ones(1, 1024), compressed).result()
         assert thread.submit(memory.scratch, 1).result().nbytes == 1
 
 
-def test_a_weight_without_memory_tells_the_shape_of_a_product():
+def test_meta_weight_gives_the_shape_of_a_product():
     coded = model(1)
     quantize_(coded, coded_weight())
     weight = coded[0][0].weight.to("meta")
     assert functional.linear(TOKENS.to("meta"), weight).shape == (4, 256)
 
 
-def test_a_used_weight_tells_the_shape_of_a_product_where_tensors_are_fake():
-    held = coded_weight()(torch.randn(512, 1024).bfloat16())
+def test_used_weight_gives_the_shape_of_a_product_in_fake_tensor_mode():
+    compressed = coded_weight()(torch.randn(512, 1024).bfloat16())
     x = torch.ones(3, 1024).bfloat16()
-    want = [functional.linear(x, held) for _ in range(3)]
+    want = [functional.linear(x, compressed) for _ in range(3)]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert functional.linear(x, held).shape == (3, 512)
-    assert same_results(functional.linear(x, held), want[0])
+        assert functional.linear(x, compressed).shape == (3, 512)
+    assert same_results(functional.linear(x, compressed), want[0])
 
 
-def test_a_weight_that_another_thread_decodes_first_is_cut_again(monkeypatch):
-    held = coded_weight()(torch.randn(512, 1024).bfloat16())
+def test_weight_decoded_first_by_another_thread_is_split_again(monkeypatch):
+    compressed = coded_weight()(torch.randn(512, 1024).bfloat16())
     piece = coded_tensors._Piece
 
     def cut_late(*what):
-        held._was_decoded = True  # by the other thread
+        compressed._is_verified = True  # by the other thread
         return piece(*what)
 
     monkeypatch.setattr(coded_tensors, "_Piece", cut_late)
     for _ in range(2):
-        functional.linear(torch.ones(3, 1024).bfloat16(), held)
-    assert all(one.again is not None for one in held._pieces[1])
+        functional.linear(torch.ones(3, 1024).bfloat16(), compressed)
+    assert all(one.unchecked is not None for one in compressed._pieces[1])
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("columns", [1024, 1408, 1001])  # whole chunks, with others, never
 def test_large_weights_are_multiplied_in_exact_pieces(columns, dtype, ahead, monkeypatch):
-    monkeypatch.setattr(coded_tensors, "_IN_CACHE", 1 << 19)
-    monkeypatch.setattr(coded_tensors, "_AHEAD", 1 << 19)
+    monkeypatch.setattr(coded_tensors, "_PIECE_BYTES", 1 << 19)
+    monkeypatch.setattr(coded_tensors, "_PREFETCH_BYTES", 1 << 19)
     random = torch.Generator().manual_seed(0)
     dense = nn.Linear(columns, 1100)
     dense.weight.data = torch.randn(1100, columns, generator=random) / columns**0.5
     dense = dense.to(dtype).requires_grad_(False)
-    held = nn.Sequential(copy.deepcopy(dense))
-    quantize_(held, coded_weight())
+    compressed = nn.Sequential(copy.deepcopy(dense))
+    quantize_(compressed, coded_weight())
     if ahead:
-        decode_ahead(held)
+        decode_ahead(compressed)
     for shape in [(1,), (5,), (2, 16)]:
         x = torch.randn(*shape, columns, generator=random).to(dtype)
-        assert same_results(held(x), dense(x))
-    pieces = coded_tensors._cut(held[0].weight, 1 << 19)
+        assert same_results(compressed(x), dense(x))
+    pieces = coded_tensors._split(compressed[0].weight, 1 << 19)
     assert (len(pieces) > 1) == (dtype is not torch.float32 and columns != 1001)
     rows = [piece.rows for piece in pieces]
     assert [row for some in rows for row in range(1100)[some]] == list(range(1100))
 
 
 def test_the_first_use_of_a_weight_compares_checksums():
-    held = coded_weight()(torch.randn(512, 1024).bfloat16())
-    held.leaf1[-1] ^= 1
+    compressed = coded_weight()(torch.randn(512, 1024).bfloat16())
+    compressed.leaf1[-1] ^= 1
     with pytest.raises(CorruptFileError):
-        functional.linear(torch.ones(1, 1024).bfloat16(), held)
+        functional.linear(torch.ones(1, 1024).bfloat16(), compressed)
 
 
-def test_inputs_of_weights_decoded_ahead_may_need_gradients():
+def test_inputs_of_prefetched_weights_receive_gradients():
     dense = model()
     coded = copy.deepcopy(dense)
     quantize_(coded, coded_weight())
@@ -191,7 +192,7 @@ def test_weights_may_be_used_in_any_order():
         assert same_results(x, y)
 
 
-def test_weights_decoded_ahead_may_be_used_by_several_threads():
+def test_prefetched_weights_may_be_used_by_several_threads():
     dense = model()
     coded = copy.deepcopy(dense)
     quantize_(coded, coded_weight())
@@ -202,7 +203,7 @@ def test_weights_decoded_ahead_may_be_used_by_several_threads():
     assert all(same_results(y, dense(x)) for x, y in zip(inputs, found, strict=True))
 
 
-def test_memory_of_decoded_weights_is_used_again_and_given_back():
+def test_buffers_of_decoded_weights_are_reused_and_freed():
     coded = model(4)
     quantize_(coded, coded_weight())
     ahead = decode_ahead(coded)
@@ -211,38 +212,38 @@ def test_memory_of_decoded_weights_is_used_again_and_given_back():
     rooms = set()
     for layer in [layer for block in coded for layer in block if isinstance(layer, nn.Linear)]:
         layer(torch.randn(1, layer.in_features).bfloat16())
-        rooms |= {room.data_ptr() for room in ahead._room}
+        rooms |= {room.data_ptr() for room in ahead._free_buffers}
     assert len(rooms) <= 2
-    assert not ahead._room
+    assert not ahead._free_buffers
     assert same_bits(kept, before)
 
 
-def test_embeddings_decode_only_what_is_looked_up(monkeypatch):
+def test_embeddings_decode_only_the_requested_rows(monkeypatch):
     weight = torch.randn(4096, 256).bfloat16()
-    held = coded_weight()(weight)
-    monkeypatch.delattr(CodedTensor, "dense")
+    compressed = coded_weight()(weight)
+    monkeypatch.delattr(CodedTensor, "decompress")
     for tokens in (torch.tensor([[4, 4095], [4, 0]]), torch.tensor([[7]])):
-        assert same_bits(functional.embedding(tokens, held), weight[tokens])
+        assert same_bits(functional.embedding(tokens, compressed), weight[tokens])
     monkeypatch.undo()
     many = torch.randint(0, 4096, (500,))
-    assert same_bits(functional.embedding(many, held), weight[many])
+    assert same_bits(functional.embedding(many, compressed), weight[many])
 
 
 @pytest.mark.parametrize("preset", ["lossless", "extreme", "sparse", "dense"])
-def test_whatever_a_preset_makes_is_held(preset, tmp_path):
+def test_every_preset_is_supported(preset, tmp_path):
     weight = torch.randn(64, 128).bfloat16()
     weight[torch.rand(64, 128) < 0.7] = 0
-    held = coded_weight(preset)(weight)
+    compressed = coded_weight(preset)(weight)
     slimtensors.save({"w": weight}, tmp_path / "file", preset=preset)
-    assert same_bits(held.dequantize(), slimtensors.load(tmp_path / "file")["w"])
-    torch.save({"w": held}, tmp_path / "pickle")
-    assert torch.equal(torch.load(tmp_path / "pickle")["w"], held)
-    slimtensors.save({"w": held}, tmp_path / "again", preset=preset)
-    assert same_bits(slimtensors.load(tmp_path / "again")["w"], held.dequantize())
-    assert held.to(torch.float32).dequantize().dtype is torch.float32
+    assert same_bits(compressed.dequantize(), slimtensors.load(tmp_path / "file")["w"])
+    torch.save({"w": compressed}, tmp_path / "pickle")
+    assert torch.equal(torch.load(tmp_path / "pickle")["w"], compressed)
+    slimtensors.save({"w": compressed}, tmp_path / "again", preset=preset)
+    assert same_bits(slimtensors.load(tmp_path / "again")["w"], compressed.dequantize())
+    assert compressed.to(torch.float32).dequantize().dtype is torch.float32
 
 
-def test_codes_and_coded_weights_go_together():
+def test_quantized_and_coded_weights_can_be_combined():
     mixed = model()
     quantize_(mixed, int8_weight_only(), lambda module, name: name.endswith(".0"))
     quantize_(mixed, coded_weight(), lambda module, name: name.endswith(".2"))

@@ -19,19 +19,19 @@ from slimtensors.runtime import (
 
 def model(seed):
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    quantize_(made, int4_weight_only(group_size=32), lambda module, name: name == "0")
-    quantize_(made, float8_weight_only(), lambda module, name: name == "1")
-    return made
+    generator = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(generator, int4_weight_only(group_size=32), lambda module, name: name == "0")
+    quantize_(generator, float8_weight_only(), lambda module, name: name == "1")
+    return generator
 
 
 def run(rank, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    mine, wanted = model(rank), model(0)
+    mine, expected = model(rank), model(0)
     broadcast_(mine)
     wrapped = nn.parallel.DistributedDataParallel(mine)
-    assert torch.equal(mine[0].weight, wanted[0].weight)
-    assert torch.equal(mine[1].weight, wanted[1].weight)
+    assert torch.equal(mine[0].weight, expected[0].weight)
+    assert torch.equal(mine[1].weight, expected[1].weight)
     x = torch.full((2, 64), float(rank + 1))
     wrapped(x).sum().backward()
     mean = mine[2].weight.grad
@@ -46,8 +46,8 @@ def test_ddp_trains_around_quantized_weights(tmp_path):
     multiprocessing.spawn(run, (str(tmp_path / "meet"),), nprocs=2)
 
 
-def test_what_differs_in_size_is_refused():
+def test_broadcast_of_sparse_weights_raises():
     sparse = nn.Sequential(nn.Linear(4, 4))
-    quantize_(sparse, SparseTensor.of)
+    quantize_(sparse, SparseTensor.from_dense)
     with pytest.raises(UnsupportedOperationError, match=r"0\.weight.*dequantize\(\)"):
         broadcast_(sparse)

@@ -1,4 +1,4 @@
-"""Compressed tensors in files: what they are stored as, and how they come back."""
+"""Compressed tensors in files: saving, loading and running them."""
 
 import os
 import subprocess
@@ -33,8 +33,8 @@ KINDS = {
     "int4": int4_weight_only(group_size=32),
     "int8 dynamic": int8_dynamic_activation_int8_weight(),
     "float8": float8_weight_only(),
-    "sparse": SparseTensor.of,
-    "csr": CsrTensor.of,
+    "sparse": SparseTensor.from_dense,
+    "csr": CsrTensor.from_dense,
     "sparse int8": sparse_int8_weight(),
 }
 
@@ -60,17 +60,17 @@ def test_a_file_loads_dense_or_compressed(tmp_path, shard):
     target = tmp_path / "file.safetensors" if shard is None else tmp_path
     slimtensors.save(tensors, target, max_shard_size=shard)
     plain = slimtensors.load(target)
-    held = slimtensors.load(target, run_compressed=True)
-    assert plain.keys() == held.keys() == tensors.keys()
+    compressed = slimtensors.load(target, run_compressed=True)
+    assert plain.keys() == compressed.keys() == tensors.keys()
     for name, x in tensors.items():
         assert type(plain[name]) is torch.Tensor
         assert same_bits(plain[name], dense(x))
-        assert same_bits(dense(held[name]), dense(x))
-        assert isinstance(held[name], CompressedTensor) == isinstance(x, CompressedTensor)
-    assert held["tied"] is held["int8"]
-    assert held["int8 dynamic"].config == tensors["int8 dynamic"].config
-    assert isinstance(held["sparse int8"].codes, SparseTensor)
-    assert isinstance(held["sparse"], CsrTensor)  # which it is fast enough for
+        assert same_bits(dense(compressed[name]), dense(x))
+        assert isinstance(compressed[name], CompressedTensor) == isinstance(x, CompressedTensor)
+    assert compressed["tied"] is compressed["int8"]
+    assert compressed["int8 dynamic"].config == tensors["int8 dynamic"].config
+    assert isinstance(compressed["sparse int8"].codes, SparseTensor)
+    assert isinstance(compressed["sparse"], CsrTensor)  # which it is fast enough for
 
 
 def test_saving_again_gives_the_same_bytes(tmp_path):
@@ -84,30 +84,30 @@ def test_codes_are_used_from_the_pages_of_the_file(tmp_path):
     file = tmp_path / "file.safetensors"
     weight = int8_weight_only()(matrix(512, 512))
     slimtensors.save({"norm": torch.ones(512).bfloat16(), "w": weight}, file)
-    held = slimtensors.load(file, run_compressed=True)["w"]
+    compressed = slimtensors.load(file, run_compressed=True)["w"]
     spans = [
         [int(end, 16) for end in line.split()[0].split("-")]
         for line in Path("/proc/self/maps").read_text().splitlines()
         if line.endswith(str(file))
     ]
-    assert any(begin <= held.codes.data_ptr() < end for begin, end in spans)
-    assert held.codes.data_ptr() % 16 == 0  # torch's kernel wants that
+    assert any(begin <= compressed.codes.data_ptr() < end for begin, end in spans)
+    assert compressed.codes.data_ptr() % 16 == 0  # torch's kernel wants that
     x = torch.randn(1, 512).bfloat16()
-    wanted = nn.functional.linear(x, weight)
-    assert same_results(nn.functional.linear(x, held), wanted)
+    expected = nn.functional.linear(x, weight)
+    assert same_results(nn.functional.linear(x, compressed), expected)
     file.unlink()
-    assert same_results(nn.functional.linear(x, held), wanted)
+    assert same_results(nn.functional.linear(x, compressed), expected)
 
 
 def test_rounded_presets_run_compressed(tmp_path):
     weight = matrix(keep=0.5)
     slimtensors.save({"w": weight}, tmp_path / "file", preset="extreme")
-    held = slimtensors.load(tmp_path / "file", run_compressed=True)["w"]
-    assert isinstance(held, QuantizedTensor)
-    assert same_bits(held.dequantize(), slimtensors.load(tmp_path / "file")["w"])
+    compressed = slimtensors.load(tmp_path / "file", run_compressed=True)["w"]
+    assert isinstance(compressed, QuantizedTensor)
+    assert same_bits(compressed.dequantize(), slimtensors.load(tmp_path / "file")["w"])
 
 
-def test_damage_is_found_before_anything_runs(tmp_path):
+def test_damaged_files_raise_on_load(tmp_path):
     file = tmp_path / "file"
     slimtensors.save({"w": int8_weight_only()(matrix())}, file)
     raw = bytearray(file.read_bytes())
@@ -117,7 +117,7 @@ def test_damage_is_found_before_anything_runs(tmp_path):
         slimtensors.load(file, run_compressed=True)
 
 
-def test_a_model_loads_into_meta_and_computes_the_same(tmp_path):
+def test_model_loads_into_meta_with_the_same_outputs(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16().eval()
     model[1].weight = model[0].weight
@@ -125,9 +125,9 @@ def test_a_model_loads_into_meta_and_computes_the_same(tmp_path):
     slimtensors.save(model.state_dict(), tmp_path / "file")
     with torch.device("meta"):
         loaded = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16().eval()
-    held = slimtensors.load(tmp_path / "file", run_compressed=True)
-    assert held["1.weight"] is held["0.weight"]
-    loaded.load_state_dict(held, assign=True)
+    compressed = slimtensors.load(tmp_path / "file", run_compressed=True)
+    assert compressed["1.weight"] is compressed["0.weight"]
+    loaded.load_state_dict(compressed, assign=True)
     x = torch.randn(3, 64).bfloat16()
     assert same_results(loaded(x), model(x))
 
@@ -149,28 +149,28 @@ def test_a_model_loads_into_meta_and_computes_the_same(tmp_path):
             4, "float", strategy="group", group_size=32, scale_dtype=torch.uint8)),
     ],
 )  # fmt: skip
-def test_parts_of_a_module_make_a_tensor_of_their_numbers(format, args):
+def test_from_module_equals_the_dense_weight(format, args):
     weight = matrix(64, 64)
-    how = formats.find(format)
-    parts = how.compress(weight, find_params(weight, args), args)
-    held = from_module(parts, format, args)
-    assert same_bits(held.dequantize(), how.decompress(parts, args))
-    assert held.dtype is torch.bfloat16
+    stored_format = formats.find(format)
+    parts = stored_format.compress(weight, find_params(weight, args), args)
+    compressed = from_module(parts, format, args)
+    assert same_bits(compressed.dequantize(), stored_format.decompress(parts, args))
+    assert compressed.dtype is torch.bfloat16
     if "weight_packed" in parts and args.num_bits == 4:
-        assert held.codes.data_ptr() == parts["weight_packed"].data_ptr()
+        assert compressed.codes.data_ptr() == parts["weight_packed"].data_ptr()
     x = torch.randn(2, 64).bfloat16()
-    wanted = nn.functional.linear(x, held.dequantize())
-    assert torch.allclose(nn.functional.linear(x, held), wanted, rtol=0.02, atol=0.05)
+    expected = nn.functional.linear(x, compressed.dequantize())
+    assert torch.allclose(nn.functional.linear(x, compressed), expected, rtol=0.02, atol=0.05)
 
 
 X = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 RUN = """
 import sys, torch, slimtensors
-held = slimtensors.load(sys.argv[1], run_compressed=True)
+compressed = slimtensors.load(sys.argv[1], run_compressed=True)
 x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 linear = torch.nn.functional.linear
-torch.save({k: (linear(x, w), w.dequantize()) for k, w in held.items()}, sys.argv[2])
+torch.save({k: (linear(x, w), w.dequantize()) for k, w in compressed.items()}, sys.argv[2])
 """
 
 

@@ -17,7 +17,12 @@ from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import SparsityConfig
 from slimtensors.quantization.config import QuantizationConfig
 from slimtensors.quantization.state import Report
-from slimtensors.quantization.state_dict import dense_state, described, quantized_state, restored
+from slimtensors.quantization.state_dict import (
+    decompress_state,
+    describe_config,
+    export_state,
+    restore_model,
+)
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, check_storable, to_cpu
 
@@ -103,8 +108,8 @@ class ModelCompressor:
             _describe(model, {"quant_method": "compressed-tensors", "sparsity_config": zeros})
             return state
         assert self.quantization_config is not None, "there is one or the other"
-        state = quantized_state(model, self.quantization_config)
-        _describe(model, described(model, self.quantization_config).to_dict())
+        state = export_state(model, self.quantization_config)
+        _describe(model, describe_config(model, self.quantization_config).to_dict())
         return state
 
     def decompress(
@@ -118,7 +123,7 @@ class ModelCompressor:
         state = _state(source)
         if self.quantization_config is None:
             return dict(state)
-        return dense_state(state, self.quantization_config, model)
+        return decompress_state(state, self.quantization_config, model)
 
     def restore(self, model: nn.Module, source: StrPath | Mapping[str, Tensor]) -> Report:
         """Load compressed tensors into a dense model, which then is frozen: quantized and runs."""
@@ -126,7 +131,7 @@ class ModelCompressor:
             raise ConfigError(
                 "a sparse model is not quantized: model.load_state_dict(decompress(…))"
             )
-        return restored(model, _state(source), self.quantization_config)
+        return restore_model(model, _state(source), self.quantization_config)
 
 
 _SPARSITY = {"format", "sparsity_structure", "global_sparsity"}

@@ -37,8 +37,13 @@ from slimtensors.quantization import (
     Quantized,
     formats,
 )
-from slimtensors.quantization.plans import format_of
-from slimtensors.quantization.state_dict import is_number, key_of, scheme_of, stored_layers
+from slimtensors.quantization.plans import choose_format
+from slimtensors.quantization.state_dict import (
+    find_scheme,
+    find_stored_layers,
+    is_quantization_part,
+    join_name,
+)
 from slimtensors.storage import Location, StrPath, locate
 from slimtensors.tensor import Json, Spec, dtype_name, find_dtype
 
@@ -183,7 +188,7 @@ class _Quantized:
 
     def write(self, where: Location, target: StrPath, how: Rewrite) -> Summary:
         """Write each layer as one tensor."""
-        layers = stored_layers(set(self.archive))
+        layers = find_stored_layers(set(self.archive))
         if self.to == SLIM and self.config.has_activations:
             _LOG.warning(
                 "%s: how activations and caches are quantized is not kept", self.archive.path
@@ -200,7 +205,7 @@ class _Quantized:
                 layer, _, suffix = name.rpartition(".")
                 if layer in layers and suffix in ("weight", "weight_packed"):
                     items.append(self._item(layer, layers[layer]))
-                elif not is_number(name, layers):
+                elif not is_quantization_part(name, layers):
                     items += as_source(part.select([name])).items
             return ArchiveSource(items)
 
@@ -227,13 +232,13 @@ class _Quantized:
     def _item(self, layer: str, suffixes: Sequence[str]) -> TensorSource:
         """Return the weight of a layer, to be read from its parts when its turn comes."""
         with self._named(layer):
-            scheme = scheme_of(layer, self.config, {})
-            stored = formats.find(format_of(scheme, self.config), version=self.config.version)
+            scheme = find_scheme(layer, self.config, {})
+            stored = formats.find(choose_format(scheme, self.config), version=self.config.version)
         args = scheme.weights
         assert args is not None, "a scheme was found because it has some"
 
         def read(each: Each) -> Tensor | Encoded:
-            parts = {s: self.archive.load_one(key_of(layer, s), each) for s in suffixes}
+            parts = {s: self.archive.load_one(join_name(layer, s), each) for s in suffixes}
             with self._named(layer):
                 codec = Quantized.in_whole_bytes(args)
                 if self.to == "dense":
@@ -246,7 +251,7 @@ class _Quantized:
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
 
         return TensorSource(
-            key_of(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read
+            join_name(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read
         )
 
     @contextmanager
@@ -259,11 +264,11 @@ class _Quantized:
 
     def _shape(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
         if "weight_shape" in suffixes:
-            stored = self.archive.load_one(key_of(layer, "weight_shape"), serially)
+            stored = self.archive.load_one(join_name(layer, "weight_shape"), serially)
             return tuple(int(size) for size in stored.flatten())
         if "weight" in suffixes:
-            return self.archive.spec(key_of(layer, "weight")).shape
-        *outer, width = self.archive.spec(key_of(layer, "weight_packed")).shape
+            return self.archive.spec(join_name(layer, "weight")).shape
+        *outer, width = self.archive.spec(join_name(layer, "weight_packed")).shape
         return *outer, 2 * width  # 4-bit floats, two per byte
 
 
@@ -283,7 +288,7 @@ def _to_compressed_tensors(
         encoded = archive.encoded(name, each) if name in codecs else None
         if encoded is None:
             return archive.load_one(name, each)
-        codes, params = codecs[name].parsed(decode_parts(encoded, each), encoded.spec.shape[-1])
+        codes, params = codecs[name].parse(decode_parts(encoded, each), encoded.spec.shape[-1])
         return Quantized(codecs[name].args).encoded(codes, params, encoded.spec.dtype)
 
     def item(name: str) -> TensorSource:
@@ -323,6 +328,6 @@ def _config_of(codecs: Mapping[str, Quantized]) -> QuantizationConfig:
             f"group_{i}": replace(scheme, format=kind)
             for i, (scheme, kind) in enumerate(zip(schemes, kinds, strict=True))
         },
-        format=formats.of_all(kinds),
+        format=formats.merge(kinds),
         quantization_status=QuantizationStatus.COMPRESSED,
     )

@@ -31,10 +31,16 @@ from slimtensors.quantization import (
     formats,
 )
 from slimtensors.quantization.affine import check_weight
-from slimtensors.quantization.codec import format_of as written_format
+from slimtensors.quantization.codec import find_codec_format as written_format
 from slimtensors.quantization.config import LAYOUT
-from slimtensors.quantization.layers import ON_THEIR_SIDE, OUTPUT, is_linear, is_stack, layer_of
-from slimtensors.quantization.plans import format_of, is_target, make_disjoint, resolve_target
+from slimtensors.quantization.layers import (
+    OUTPUT_LAYERS,
+    TRANSPOSED_MODEL_TYPES,
+    find_layer_name,
+    is_expert_stack,
+    is_linear_name,
+)
+from slimtensors.quantization.plans import choose_format, find_group, make_disjoint, matches_any
 from slimtensors.storage import StrPath, locate
 from slimtensors.tensor import Json, Spec
 
@@ -115,11 +121,11 @@ class Layers:
             spec = archive.spec(name)
             if name in tied:
                 continue
-            if (layer := layer_of(name, spec)) is None:
+            if (layer := find_layer_name(name, spec)) is None:
                 _check_left_out(name, spec, config)
                 continue
-            classes = ["Linear"] if is_linear(layer) else []
-            group = resolve_target(config.config_groups, config.ignore, layer, classes)
+            classes = ["Linear"] if is_linear_name(layer) else []
+            group = find_group(config.config_groups, config.ignore, layer, classes)
             args = config.config_groups[group].weights if group else None
             if group is None or args is None:
                 left.append(layer)
@@ -139,7 +145,7 @@ class Layers:
         """Quantize in the layout of compressed-tensors; leave the rest."""
         if (scheme := self._scheme(name)) is None or scheme.weights is None:
             return Choice(None, "is not quantized")
-        is_packed = format_of(scheme, self.config) == "pack-quantized"
+        is_packed = choose_format(scheme, self.config) == "pack-quantized"
         return Choice(Plan(Quantized(scheme.weights, packed=is_packed)))
 
     def coded(self, name: str, x: Tensor) -> Choice:
@@ -155,15 +161,15 @@ class Layers:
             for name, scheme in self.config.config_groups.items()
         }
         layers = {name.removesuffix(".weight"): group for name, group in self.groups.items()}
-        unlisted = [layer for layer in self.left if not is_target(self.config.ignore, layer, ())]
-        if not any(is_target([OUTPUT], layer, ()) for layer in (*layers, *self.left)):
-            unlisted.append(OUTPUT)
+        unlisted = [layer for layer in self.left if not matches_any(self.config.ignore, layer, ())]
+        if not any(matches_any([OUTPUT_LAYERS], layer, ()) for layer in (*layers, *self.left)):
+            unlisted.append(OUTPUT_LAYERS)
         return replace(
             self.config,
             config_groups=make_disjoint(
                 groups, {x: (group, ("Linear",)) for x, group in layers.items()}
             ),
-            format=formats.of_all(str(scheme.format) for scheme in groups.values()),
+            format=formats.merge(str(scheme.format) for scheme in groups.values()),
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=[*self.config.ignore, *unlisted],
             version=LAYOUT,
@@ -184,12 +190,14 @@ def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
 
 def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationConfig) -> str:
     """Return the format that a group is written in; raise if that cannot be the one it asks for."""
-    asked = format_of(scheme, config)
+    asked = choose_format(scheme, config)
     assert scheme.weights is not None, "a group without weights fits no layer"
     written = written_format(Quantized(scheme.weights, packed=asked == "pack-quantized"))
     same = {written, "naive-quantized"} if written in _PLAIN else {written}
-    if asked not in formats.names():
-        raise ConfigError(f"{group}: unknown format {asked!r}; {nearest(asked, formats.names())}")
+    if asked not in formats.list_names():
+        raise ConfigError(
+            f"{group}: unknown format {asked!r}; {nearest(asked, formats.list_names())}"
+        )
     if asked not in same:
         raise ConfigError(f"{group}: the format {asked} cannot hold its codes; {written} can")
     return asked
@@ -197,11 +205,13 @@ def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationC
 
 def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
     """Raise for a target, and warn of an ignored one, that fits nothing: it may be misspelt."""
-    matrices = [x for name in archive if (x := layer_of(name, archive.spec(name))) is not None]
-    layers = [(layer, ["Linear"] if is_linear(layer) else []) for layer in matrices]
+    matrices = [
+        x for name in archive if (x := find_layer_name(name, archive.spec(name))) is not None
+    ]
+    layers = [(layer, ["Linear"] if is_linear_name(layer) else []) for layer in matrices]
     for group, scheme in config.config_groups.items():
         for target in scheme.targets:
-            if not any(is_target([target], *layer) for layer in layers):
+            if not any(matches_any([target], *layer) for layer in layers):
                 raise ConfigError(
                     f"{group}: no layer fits {target}; of classes, names tell only Linear"
                 )
@@ -209,17 +219,17 @@ def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
             raise ConfigError(f"{group}: actorder is of the method gptq, which needs data")
     owners = {name.rpartition(".")[0] for name in archive}
     for target in config.ignore:
-        is_absent = not any(is_target([target], owner, ["Linear"]) for owner in owners)
-        if is_absent and not is_target([OUTPUT], target, ()):
+        is_absent = not any(matches_any([target], owner, ["Linear"]) for owner in owners)
+        if is_absent and not matches_any([OUTPUT_LAYERS], target, ()):
             _LOG.warning("%s: %r, which is to be ignored, fits no layer", archive.path, target)
 
 
 def _check_left_out(name: str, spec: Spec, config: QuantizationConfig) -> None:
     """Raise if a group claims a tensor that is no matrix called `weight`."""
     layer = name.rpartition(".")[0]
-    classes = ["Linear"] if is_stack(name, spec) else []
+    classes = ["Linear"] if is_expert_stack(name, spec) else []
     is_weight = bool(classes) or (name.endswith(".weight") and len(spec.shape) > 2)
-    if is_weight and resolve_target(config.config_groups, config.ignore, layer, classes):
+    if is_weight and find_group(config.config_groups, config.ignore, layer, classes):
         raise ConfigError(
             f"{name}: has shape {spec.shape}, which takes the model to quantize; ignore {layer},"
             " or use slimtensors.quantization.quantize_model"
@@ -236,7 +246,7 @@ def _check(layer: str, spec: Spec, args: QuantizationArgs) -> None:
 def _check_model(data: Json) -> None:
     if quantization_of(data) is not None:
         raise ConfigError("is quantized already; slimtensors convert --to dense undoes that")
-    if data.get("model_type") in ON_THEIR_SIDE:
+    if data.get("model_type") in TRANSPOSED_MODEL_TYPES:
         raise ConfigError(
             f"the layers of {data['model_type']} lie on their side, which names do not tell;"
             " quantize the model itself: slimtensors.quantization.quantize_model"

@@ -14,7 +14,7 @@ from slimtensors.quantization import kernels
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.runtime import QuantizedConfig, QuantizedTensor
-from slimtensors.runtime.quantized import kind_for
+from slimtensors.runtime.quantized import choose_kind
 
 _TOKEN = QuantizationStrategy.TOKEN
 
@@ -71,8 +71,8 @@ def _taken_apart(name: str, given: Tensor) -> QuantizedTensor:
         zp_dtype=None if zero is None or zero.dtype is torch.int8 else zero.dtype,
     )
     scale = x.scale.reshape(1) if args.strategy is QuantizationStrategy.TENSOR else x.scale
-    codes = kernels.pack_codes(x.qdata, args, kind_for(args))
-    return QuantizedTensor.of(
+    codes = kernels.pack_codes(x.qdata, args, choose_kind(args))
+    return QuantizedTensor.from_codes(
         codes,
         Params(scale, zero),
         QuantizedConfig(args, inputs),
@@ -125,7 +125,7 @@ def _put_together(name: str, x: QuantizedTensor) -> Tensor:
     if args.type is QuantizationType.FLOAT:
         _without_inputs(name, inputs)
         return Float8Tensor(x.plain_codes(), x.scale, block, dtype=x.dtype)  # type: ignore[no-any-return]
-    codes = kernels.unpack_codes(x.plain_codes(), args, kind_for(args), shape[-1])
+    codes = kernels.unpack_codes(x.plain_codes(), args, choose_kind(args), shape[-1])
     zero = torch.zeros_like(x.scale) if x.zero_point is None else x.zero_point
     zero = zero.to(args.zp_dtype or torch.int8)
     if args.num_bits == 8 and args.strategy is QuantizationStrategy.CHANNEL:

@@ -14,8 +14,8 @@ from slimtensors.layerwise.engine import (
 )
 from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
 from slimtensors.layerwise.structure import Structure
-from slimtensors.quantization.layers import classes_of, weights_of
-from slimtensors.quantization.plans import is_target, target_rank
+from slimtensors.quantization.layers import list_class_names, list_weights
+from slimtensors.quantization.plans import matches_any, rank_target
 
 Shares = dict[str, float]
 """Share of zeros by layer name."""
@@ -81,8 +81,8 @@ def _match_target(model: nn.Module, layers: Mapping[str, Layer], target: str) ->
         names_by_module.setdefault(id(layer.module), set()).add(key)
     matches: set[str] = set()
     for name, module in model.named_modules():
-        names = {name, *(f"{name}.{weight.parameter}" for weight in weights_of(module))}
-        if any(is_target([target], each, classes_of(module)) for each in names):
+        names = {name, *(f"{name}.{weight.parameter}" for weight in list_weights(module))}
+        if any(matches_any([target], each, list_class_names(module)) for each in names):
             matches |= names_by_module.get(id(module)) or _linear_layers(layers, within=name)
     return matches
 
@@ -91,7 +91,9 @@ def _linear_layers(layers: Mapping[str, Layer], *, within: str) -> set[str]:
     return {
         key
         for key, layer in layers.items()
-        if within and key.startswith(f"{within}.") and {*classes_of(layer.module)} & _LINEAR_CLASSES
+        if within
+        and key.startswith(f"{within}.")
+        and {*list_class_names(layer.module)} & _LINEAR_CLASSES
     }
 
 
@@ -138,8 +140,8 @@ def per_target(layers: Mapping[str, Layer], shares: Mapping[str, float]) -> Shar
     result: Shares = {}
     used: set[str] = set()
     for name, layer in layers.items():
-        classes = classes_of(layer.module)
-        ranks = {t: r for t in shares if (r := target_rank(t, name, classes)) is not None}
+        classes = list_class_names(layer.module)
+        ranks = {t: r for t in shares if (r := rank_target(t, name, classes)) is not None}
         if not ranks:
             raise ConfigError(f"{name}: no sparsity matches this layer; add a target or ignore it")
         best = [target for target, rank in ranks.items() if rank == min(ranks.values())]

@@ -13,8 +13,8 @@ from slimtensors.errors import ConfigError
 from slimtensors.layerwise.hessian import Hessian
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
-from slimtensors.quantization.layers import Weight, weights_of
-from slimtensors.quantization.state import quantization_of
+from slimtensors.quantization.layers import Weight, list_weights
+from slimtensors.quantization.state import get_quantization
 
 Batch = Any
 """Arguments of one call of the model: a mapping, a sequence, or a single input."""
@@ -53,7 +53,7 @@ class Layer:
     @property
     def matrix(self) -> Tensor:
         """The weight as `[outputs, inputs]`, or as a stack of such matrices."""
-        return self.weight.matrix(self.parameter.data)
+        return self.weight.to_matrix(self.parameter.data)
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -71,8 +71,8 @@ class Layer:
     def set_weight(self, matrix: Tensor, params: Params | None = None) -> None:
         """Replace the values of the weight; freezing will use `params` if given."""
         data = self.parameter.data
-        data.copy_(self.weight.shaped(matrix, data.shape))
-        state = quantization_of(self.module)
+        data.copy_(self.weight.from_matrix(matrix, data.shape))
+        state = get_quantization(self.module)
         if params is not None and state is not None:
             state.params[self.weight.parameter] = params
 
@@ -81,9 +81,9 @@ def collect_layers(model: nn.Module, *, prefix: str = "") -> dict[str, Layer]:
     """Return every weight that can be quantized, by name."""
     layers = {}
     for module_name, module in model.named_modules(prefix=prefix):
-        state = quantization_of(module)
+        state = get_quantization(module)
         args = None if state is None else state.plan.weight_args
-        for weight in weights_of(module):
+        for weight in list_weights(module):
             is_only = weight.parameter == "weight"
             name = module_name if is_only else f"{module_name}.{weight.parameter}"
             layers[name] = Layer(name, module, weight, args)

@@ -24,7 +24,7 @@ from slimtensors.layerwise.resume import WorkFolder, compute_digests
 from slimtensors.layerwise.sparsegpt import sparsegpt
 from slimtensors.layerwise.structure import Structure, Unstructured
 from slimtensors.quantization.affine import Params
-from slimtensors.quantization.state import quantization_of
+from slimtensors.quantization.state import get_quantization
 from slimtensors.storage import StrPath
 
 RoundColumn = Callable[[Tensor, int], Tensor]
@@ -193,7 +193,7 @@ class _Pruner:
 
     def apply(self, layer: Layer, tensors: Tensors) -> None:
         layer.set_weight(tensors["weight"])
-        if (state := quantization_of(layer.module)) is not None:
+        if (state := get_quantization(layer.module)) is not None:
             state.requantize(layer.module)
 
 
@@ -252,7 +252,7 @@ def _make_rounding(layer: Layer, i: int) -> RoundColumn | None:
     """Return the rounding function of a quantized matrix; None if it is not quantized."""
     if (args := layer.args) is None:
         return None
-    state = quantization_of(layer.module)
+    state = get_quantization(layer.module)
     params = None if state is None else state.params.get(layer.weight.parameter)
     if params is None:
         raise StatusError("was quantized by an earlier run; load the model with dense weights")

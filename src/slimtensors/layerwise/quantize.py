@@ -36,7 +36,7 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.apply import apply_quantization_config, freeze_module_quantization
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.state import quantization_of
+from slimtensors.quantization.state import get_quantization
 from slimtensors.storage import StrPath
 
 _PARAMS = ("scale", "zero_point", "global_scale", "g_idx")
@@ -165,8 +165,8 @@ def _find_method(method: str | QuantizationMethod) -> QuantizationMethod:
 def _freeze(model: nn.Module, config: QuantizationConfig, batches: Sequence[Batch]) -> None:
     if config.needs_data:
         for module in model.modules():
-            if (state := quantization_of(module)) is not None:
-                state.watch()
+            if (state := get_quantization(module)) is not None:
+                state.start_calibration()
         for batch in batches:
             run_model(model, batch)
     model.apply(freeze_module_quantization)

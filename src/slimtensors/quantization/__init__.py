@@ -1,4 +1,10 @@
-"""Quantization: weights and activations as small integers or floats."""
+"""Quantization: weights and activations as small integers or floats.
+
+from slimtensors.quantization import QuantizationConfig, apply_quantization_config
+
+config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+apply_quantization_config(model, config)
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -74,11 +80,11 @@ _ON_DEMAND = {
     "sparse_int8_weight": _RUNTIME,
     "sparse_weight": _RUNTIME,
 }
-"""What is built upon what is here, or not needed to read files, and where it is."""
+"""Modules of names that are imported on first use: they need torch.nn or higher rooms."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import it when somebody asks for it."""
+    """Import a name on first use."""
     if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_ON_DEMAND[name]), name)

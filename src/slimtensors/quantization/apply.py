@@ -1,4 +1,4 @@
-"""The life of a quantized model: apply a config, calibrate, freeze, compress; and back."""
+"""Lifecycle of a quantized model: apply a config, calibrate, freeze, compress, decompress."""
 
 import re
 
@@ -12,34 +12,39 @@ from slimtensors.quantization.state import (
     Report,
     attach_compressed_hooks,
     attach_hooks,
-    quantization_of,
+    get_quantization,
     remove_hooks,
 )
 
 
 def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> Report:
-    """Prepare the layers that a config names, in place, up to the status it asks for.
+    """Prepare the layers that a config matches, in place, up to its `quantization_status`.
 
-    `initialized` only attaches the config, `calibration` also watches what flows through, `frozen`
-    goes on to `freeze_module_quantization`, which needs no data if nothing static is asked for. A
-    config that matches no layer raises, as does one that is not clear about a layer.
+    `initialized` only attaches the config. `calibration` also observes activations: run the model
+    on data, then freeze it. `frozen` freezes at once, which is possible without static activations.
+
+        config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+        config.quantization_status = QuantizationStatus.FROZEN
+        report = apply_quantization_config(model, config)
+
+    Raise `ConfigError` if the config matches no layer or is ambiguous.
     """
     if config.transform_config:
-        raise ConfigError("transform_config is not supported: remove it, or apply it beforehand")
+        raise ConfigError("transform_config is not supported; remove it or apply it beforehand")
     if config.quantization_status not in _REACHABLE:
         raise StatusError(
-            f"a model cannot be made {config.quantization_status} by a config; "
-            "ModelCompressor.restore loads compressed weights into it"
+            f"cannot apply a config with quantization_status {config.quantization_status}; "
+            "use ModelCompressor.restore to load compressed weights"
         )
     freezes = config.quantization_status is QuantizationStatus.FROZEN
     if freezes and config.needs_data:
-        raise StatusError("static activations need data: calibrate first, then freeze")
+        raise StatusError("static activations need data: calibrate before freezing")
     report = Report()
-    states = [_attached(layer, report) for layer in find_layers(model, config, report)]
-    _introduce(states)
+    states = [_attach(layer, report) for layer in find_layers(model, config, report)]
+    _link_experts(states)
     if config.quantization_status is not QuantizationStatus.INITIALIZED:
         for state in states:
-            state.watch()
+            state.start_calibration()
     if freezes:
         model.apply(freeze_module_quantization)
     return report
@@ -53,51 +58,55 @@ _REACHABLE = (
 
 
 def freeze_module_quantization(module: nn.Module) -> None:
-    """Fix the scales of a layer and round its weights; for `model.apply`.
+    """Fix the scales of a layer and round its weights.
 
-    What is not quantized is left alone. A layer with static activations that saw no data raises; an
-    expert that saw none takes the range of those beside it, which the report says.
+        model.apply(freeze_module_quantization)
+
+    Other modules are not changed. Raise `StatusError` if a layer with static activations has
+    observed no data. An expert without data uses the range of the other experts, as reported.
     """
-    state = quantization_of(module)
+    state = get_quantization(module)
     if state is None or state.status is QuantizationStatus.FROZEN:
         return
     if state.status is QuantizationStatus.COMPRESSED:
-        raise StatusError(f"{state.plan.name}: is compressed already; decompress it first")
+        raise StatusError(f"{state.plan.name}: already compressed; decompress it first")
     state.freeze(module)
 
 
 def compress_quantized_weights(module: nn.Module) -> None:
-    """Replace the weights of a frozen layer by what will be on disk; for `model.apply`.
+    """Replace the weights of a frozen layer by their stored form.
 
-    The layer still computes, from dense weights that exist only for as long as it does.
+        model.apply(compress_quantized_weights)
+
+    The layer can still be called: its weights are decompressed for the duration of each call.
     """
-    state = quantization_of(module)
+    state = get_quantization(module)
     if state is None or state.status is QuantizationStatus.COMPRESSED:
         return
     if state.status is not QuantizationStatus.FROZEN:
         raise StatusError(
-            f"{state.plan.name}: is {state.status}, not frozen; "
-            "model.apply(freeze_module_quantization) comes before compressing"
+            f"{state.plan.name}: status is {state.status}, expected frozen; "
+            "call model.apply(freeze_module_quantization) first"
         )
     for weight in state.plan.weights:
         delattr(module, weight.parameter)
-    state.turn(QuantizationStatus.COMPRESSED)
+    state.set_status(QuantizationStatus.COMPRESSED)
     attach_compressed_hooks(module, state)
 
 
 def decompress_quantized_weights(module: nn.Module) -> None:
-    """Give a compressed layer its dense weights again; for `model.apply`."""
-    state = quantization_of(module)
+    """Restore the dense weights of a layer after `compress_quantized_weights`."""
+    state = get_quantization(module)
     if state is None or state.status is not QuantizationStatus.COMPRESSED:
         return
     remove_hooks(state.compressed_hooks)
     for weight in state.plan.weights:
         dense = nn.Parameter(state.dense_weight(weight), requires_grad=False)
         module.register_parameter(weight.parameter, dense)
-    state.turn(QuantizationStatus.FROZEN)
+    state.set_status(QuantizationStatus.FROZEN)
 
 
-def _attached(layer: Layer, report: Report) -> Quantization:
+def _attach(layer: Layer, report: Report) -> Quantization:
     state = Quantization(layer.plan, report)
     attach_hooks(layer.module, state)
     return state
@@ -106,12 +115,12 @@ def _attached(layer: Layer, report: Report) -> Quantization:
 _EXPERT = re.compile(r"(experts?)\.\d+\.")
 
 
-def _introduce(states: list[Quantization]) -> None:
-    """Tell each expert's layer of the same layer in the experts beside it."""
-    alike: dict[str, list[Quantization]] = {}
+def _link_experts(states: list[Quantization]) -> None:
+    """Set the siblings of each expert's layer: the same layer in the other experts."""
+    families: dict[str, list[Quantization]] = {}
     for state in states:
         if _EXPERT.search(state.plan.name):
-            alike.setdefault(_EXPERT.sub(r"\1.*.", state.plan.name), []).append(state)
-    for family in alike.values():
+            families.setdefault(_EXPERT.sub(r"\1.*.", state.plan.name), []).append(state)
+    for family in families.values():
         for state in family:
             state.siblings = tuple(other for other in family if other is not state)

@@ -1,4 +1,4 @@
-"""How one kind of numbers is quantized: the weights of a layer, or what flows in or out of it."""
+"""Arguments of quantization, for the weights of a layer or for its activations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,14 +12,14 @@ from slimtensors.tensor import DTYPES, Json, dtype_name
 
 
 class QuantizationType(StrEnum):
-    """What the codes are."""
+    """Type of the codes."""
 
     INT = "int"
     FLOAT = "float"
 
 
 class QuantizationStrategy(StrEnum):
-    """Which numbers share a scale."""
+    """Which values share a scale."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -27,26 +27,29 @@ class QuantizationStrategy(StrEnum):
     BLOCK = "block"
     TOKEN = "token"
     TENSOR_GROUP = "tensor_group"
-    """A scale per group, in units of one scale for the tensor."""
+    """A scale per group, divided by a global scale of the tensor."""
     ATTN_HEAD = "attn_head"
 
 
 class ActivationOrdering(StrEnum):
-    """In which order GPTQ rounds the columns of a weight."""
+    """Order in which GPTQ rounds the columns of a weight."""
 
     WEIGHT = "weight"
-    """The most active first; groups stay neighbours."""
+    """Most active first; groups stay contiguous."""
     GROUP = "group"
-    """The most active first; groups follow that order, and `weight_g_idx` keeps it."""
+    """Most active first; groups follow that order, which `weight_g_idx` stores."""
 
 
 _ORDER_ALIASES = {"static": "weight", "dynamic": "group", True: "group", False: None}
+_INT_BITS = range(1, 9)
 _FLOAT_BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """How many bits, of what kind, and which numbers share a scale.
+    """Bits and type of the codes, and which values share a scale.
+
+        QuantizationArgs(num_bits=4, group_size=128, symmetric=False)
 
     The fields and their names in JSON are those of compressed-tensors.
     """
@@ -55,11 +58,11 @@ class QuantizationArgs:
     type: QuantizationType = QuantizationType.INT
     symmetric: bool = True
     strategy: QuantizationStrategy | None = None
-    """By default what `group_size` implies: tensor, channel (-1) or group."""
+    """By default implied by `group_size`: tensor (None), channel (-1) or group."""
     group_size: int | None = None
     block_structure: tuple[int, int] | None = None
     dynamic: bool | Literal["local"] = False
-    """Whether scales are found while the model runs; `local`: all but the tensor's own."""
+    """Whether scales are computed at run time; `local`: all but the global scale."""
     actorder: ActivationOrdering | None = None
     scale_dtype: torch.dtype | None = None
     zp_dtype: torch.dtype | None = None
@@ -67,35 +70,36 @@ class QuantizationArgs:
     observer_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = self.strategy or _implied(self.group_size)
-        strategy = _choice(QuantizationStrategy, given, "strategy")
+        strategy = _parse_choice(
+            QuantizationStrategy, self.strategy or _imply_strategy(self.group_size), "strategy"
+        )
         order = self.actorder
         if order is not None:
             order = _ORDER_ALIASES.get(order, order)  # type: ignore[assignment]
-            order = None if order is None else _choice(ActivationOrdering, order, "actorder")
+            order = None if order is None else _parse_choice(ActivationOrdering, order, "actorder")
         object.__setattr__(self, "strategy", strategy)
         object.__setattr__(self, "actorder", order)
-        object.__setattr__(self, "type", _choice(QuantizationType, self.type, "type"))
-        object.__setattr__(self, "block_structure", _block(self.block_structure))
+        object.__setattr__(self, "type", _parse_choice(QuantizationType, self.type, "type"))
+        object.__setattr__(self, "block_structure", _parse_block(self.block_structure))
         self._check()
 
     @property
     def dtype(self) -> torch.dtype:
-        """What holds one code before it is packed."""
+        """Dtype of a code before packing."""
         if self.type is QuantizationType.INT:
             return torch.int8
         return torch.float8_e4m3fn if self.num_bits == 8 else torch.uint8
 
     @property
     def is_mx(self) -> bool:
-        """Whether scales are powers of two, stored as bytes, as the OCP's MX formats have them."""
+        """Whether scales are powers of two stored in bytes, as in the MX formats of the OCP."""
         return self.type is QuantizationType.FLOAT and self.scale_dtype is torch.uint8
 
     def to_dict(self) -> Json:
-        """Return the JSON form, without what was not said."""
+        """Return the JSON form, without fields that are unset."""
         data: Json = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             if isinstance(value, torch.dtype):
                 value = f"torch.{dtype_name(value)}"
             elif isinstance(value, tuple):
@@ -103,47 +107,48 @@ class QuantizationArgs:
             elif isinstance(value, StrEnum):
                 value = str(value)
             if value is not None and value != {}:
-                data[each.name] = value
+                data[entry.name] = value
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the JSON form; a key that is unknown raises with the nearest one that exists."""
-        known = {each.name for each in fields(cls)}
+        """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
+        known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"quantization arguments have no {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"unknown quantization argument {key!r}; {nearest(key, known)}")
         values = dict(data)
         for key in ("scale_dtype", "zp_dtype"):
             if isinstance(values.get(key), str):
-                values[key] = _dtype(values[key].removeprefix("torch."), key)
+                values[key] = _parse_dtype(values[key].removeprefix("torch."), key)
         values["observer_kwargs"] = values.get("observer_kwargs") or {}
         return cls(**values)
 
     def _check(self) -> None:
-        top = 8 if self.type is QuantizationType.INT else 0
         bits = self.num_bits
-        if type(bits) is not int or not (1 <= bits <= top or (not top and bits in _FLOAT_BITS)):
-            raise ConfigError(f"there are no codes of type {self.type} with {bits!r} bits")
+        supported = _INT_BITS if self.type is QuantizationType.INT else _FLOAT_BITS
+        if type(bits) is not int or bits not in supported:
+            raise ConfigError(f"num_bits {bits!r} is not supported for type {self.type}")
         if self.type is QuantizationType.FLOAT and not self.symmetric:
-            raise ConfigError("codes of type float are symmetric")
+            raise ConfigError("type float supports symmetric=True only")
         groups = self.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
         size = self.group_size
         if size is not None and (type(size) is not int or size == 0 or size < -1):
             raise ConfigError(f"group_size must be positive, or -1 for a channel, got {size!r}")
         if groups != (size is not None and size > 0):
-            raise ConfigError(f"strategy {self.strategy} does not go with group_size {size}")
+            raise ConfigError(f"strategy {self.strategy} does not match group_size {size}")
         if (self.strategy is QuantizationStrategy.BLOCK) != (self.block_structure is not None):
-            raise ConfigError("strategy block and block_structure go together")
+            raise ConfigError(
+                "strategy block requires block_structure, and no other strategy has it"
+            )
         if self.dynamic not in (True, False, "local"):
-            raise ConfigError(f"dynamic is true, false or 'local', not {self.dynamic!r}")
+            raise ConfigError(f"dynamic must be true, false or 'local', got {self.dynamic!r}")
         if self.strategy is QuantizationStrategy.TOKEN and not self.dynamic:
-            raise ConfigError("a scale per token is found while the model runs: dynamic=True")
-        local = self.strategy is QuantizationStrategy.TENSOR_GROUP
-        if self.dynamic == "local" and not local:
-            raise ConfigError("dynamic='local' goes with strategy tensor_group")
+            raise ConfigError("strategy token requires dynamic=True")
+        if self.dynamic == "local" and self.strategy is not QuantizationStrategy.TENSOR_GROUP:
+            raise ConfigError("dynamic='local' requires strategy tensor_group")
 
 
-def _implied(group_size: int | None) -> QuantizationStrategy:
+def _imply_strategy(group_size: int | None) -> QuantizationStrategy:
     if group_size is None:
         return QuantizationStrategy.TENSOR
     return QuantizationStrategy.CHANNEL if group_size == -1 else QuantizationStrategy.GROUP
@@ -152,21 +157,21 @@ def _implied(group_size: int | None) -> QuantizationStrategy:
 E = TypeVar("E", bound=StrEnum)
 
 
-def _choice(kind: type[E], value: Any, key: str) -> E:
+def _parse_choice(kind: type[E], value: Any, key: str) -> E:
     text = str(value).lower()
     if text not in set(kind):
-        raise ConfigError(f"{key} {value!r} does not exist; {nearest(text, list(kind))}")
+        raise ConfigError(f"unknown {key} {value!r}; {nearest(text, list(kind))}")
     return kind(text)
 
 
-def _dtype(name: str, key: str) -> torch.dtype:
+def _parse_dtype(name: str, key: str) -> torch.dtype:
     if name not in DTYPES:
-        raise ConfigError(f"{key} {name!r} does not exist; {nearest(name, DTYPES)}")
+        raise ConfigError(f"unknown {key} {name!r}; {nearest(name, DTYPES)}")
     return DTYPES[name]
 
 
-def _block(value: Any) -> tuple[int, int] | None:
-    if isinstance(value, str):  # as older files have it: "128x128"
+def _parse_block(value: Any) -> tuple[int, int] | None:
+    if isinstance(value, str):  # "128x128", as in older files
         value = [int(n) if n.isdigit() else n for n in value.split("x")]
     match value:
         case None:

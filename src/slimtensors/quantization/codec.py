@@ -1,4 +1,8 @@
-"""Quantized weights in archives: a codec for `slim`, separate tensors for compressed-tensors."""
+"""Quantized weights in archives.
+
+`Quantized` is the codec of the `slim` dialect; the packers below store the same weights as separate
+tensors in the `compressed-tensors` dialect.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,17 +20,27 @@ from slimtensors.parallel import Each, serially
 from slimtensors.quantization import formats, kernels
 from slimtensors.quantization.affine import Params, find_params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationType
-from slimtensors.quantization.formats import check_params, exponents_of
-from slimtensors.tensor import Parts, Spec
+from slimtensors.quantization.formats import check_params
+from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec
 
-_KEPT = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ARGS_KEYS = (
+    "num_bits",
+    "type",
+    "symmetric",
+    "strategy",
+    "group_size",
+    "block_structure",
+    "scale_dtype",
+    "zp_dtype",
+)
+"""Arguments that decoding depends on; the others are not stored."""
+_FLOATS = (*KERNEL_FLOATS, torch.float64)
 
 
 @register
 @dataclass(frozen=True)
 class Quantized:
-    """Round a weight to codes that share scales, by groups, channels, blocks or all. Lossy."""
+    """Quantize a weight with scales per group, channel, block or tensor. Lossy."""
 
     name: ClassVar[str] = "quantized"
     lossy: ClassVar[bool] = True
@@ -34,26 +48,25 @@ class Quantized:
     args: Mapping[str, Any] | QuantizationArgs = field(default_factory=dict)
     """Quantization arguments, as `QuantizationArgs.to_dict` writes them."""
     packed: bool = True
-    """Whether codes of a few bits lie side by side; entropy coding wants one per byte."""
+    """Whether codes of a few bits are packed; entropy coding works on one code per byte."""
 
     def __post_init__(self) -> None:
         args = self.args
         if not isinstance(args, QuantizationArgs | Mapping):
-            raise ConfigError(f"args are quantization arguments, not {str(args)[:80]!r}")
+            raise ConfigError(f"args must be quantization arguments, got {str(args)[:80]!r}")
         args = args if isinstance(args, QuantizationArgs) else QuantizationArgs.from_dict(args)
-        said = args.to_dict()
-        kept = {key: said[key] for key in (*_KEPT, "scale_dtype", "zp_dtype") if key in said}
-        object.__setattr__(self, "args", kept)
+        data = args.to_dict()
+        object.__setattr__(self, "args", {key: data[key] for key in _ARGS_KEYS if key in data})
         if type(self.packed) is not bool:
-            raise ConfigError(f"packed is true or false, not {self.packed!r}")
+            raise ConfigError(f"packed must be true or false, got {self.packed!r}")
 
     @classmethod
     def in_whole_bytes(cls, args: QuantizationArgs) -> Self:
-        """Return the codec that packs codes only where a byte holds whole ones, to be coded."""
+        """Return a codec for entropy coding: codes are packed only if they fill bytes evenly."""
         return cls(args, packed=args.num_bits in (1, 2, 4))
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
-        """Return `q` (codes), `scale`, and `zero_point` or `global_scale` where there is one."""
+        """Return `q` (codes), `scale`, and `zero_point` and `global_scale` if there are any."""
         args = self.arguments
         params = find_params(x, args, each=each)
         return self._parts(kernels.compress(x, params, args, self._kind, each), params)
@@ -80,14 +93,14 @@ class Quantized:
         *,
         then: Mapping[str, Plan] | None = None,
     ) -> Encoded:
-        """Return what `encode` would, of codes and params that were found elsewhere.
+        """Return the encoded form of codes and params that were computed elsewhere.
 
-        `dtype` is that of the dense weight, `then` what to do with each part.
+        `dtype` is the dtype of the dense weight; `then` maps parts to plans that encode them.
         """
         plans = then or {}
         parts = self._parts(kernels.pack_codes(codes, self.arguments, self._kind), params)
         for unknown in plans.keys() - parts.keys():
-            raise ConfigError(f"there is no part {unknown!r}, only {', '.join(parts)}")
+            raise ConfigError(f"unknown part {unknown!r}; known: {', '.join(parts)}")
         inner = {k: encode(plans[k], part) if k in plans else part for k, part in parts.items()}
         return Encoded(self, Spec(dtype, tuple(codes.shape)), inner)
 
@@ -97,11 +110,11 @@ class Quantized:
         assert isinstance(self.args, dict)
         return QuantizationArgs.from_dict(self.args)
 
-    def parsed(self, parts: Parts, columns: int) -> tuple[Tensor, Params]:
-        """Return what `encoded` was given: codes, one per item, and params."""
+    def parse(self, parts: Parts, columns: int) -> tuple[Tensor, Params]:
+        """Return codes, one per item, and params: the arguments of `encoded`."""
         stored, scale = parts["q"], parts["scale"]
         if scale.dtype is torch.uint8:
-            scale = kernels.powers_of(scale)
+            scale = kernels.decode_exponents(scale)
         kind = self._kind if self.packed or self._kind != "fp4" else "int"
         codes = kernels.unpack_codes(stored, self.arguments, kind, columns)
         others = (parts.get(name) for name in ("zero_point", "global_scale", "g_idx"))
@@ -120,59 +133,63 @@ class Quantized:
             stored = kernels.unpack_codes(stored, args, "fp4", 2 * stored.shape[-1])
         scale = params.scale
         if args.is_mx:
-            scale = exponents_of(scale)
+            scale = kernels.encode_exponents(scale)
         elif args.scale_dtype is not None:
             scale = scale.to(args.scale_dtype)
-        given = {
+        parts = {
             "q": stored,
             "scale": scale,
             "zero_point": params.zero_point,
             "global_scale": params.global_scale,
             "g_idx": params.g_idx,
         }
-        return {name: part.contiguous() for name, part in given.items() if part is not None}
+        return {name: part.contiguous() for name, part in parts.items() if part is not None}
 
     def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
-        """Raise if parts do not make a tensor like this."""
+        """Raise `CorruptFileError` if parts do not fit a tensor of this spec."""
         args = self.arguments
         kind: kernels.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
-            raise CorruptFileError(f"codes cannot stand for a tensor of {like}")
+            raise CorruptFileError(f"a tensor of {like} cannot be quantized")
         if Spec.of(codes) != kernels.stored_spec(like.shape, args, kind):
             raise CorruptFileError(f"codes of {Spec.of(codes)} do not fit a tensor of {like}")
         if args.group_size and args.group_size > 0 and like.shape[-1] % args.group_size:
             raise CorruptFileError(f"groups of {args.group_size} do not fit a tensor of {like}")
         if args.symmetric != ("zero_point" not in parts):
-            raise CorruptFileError("zero points belong to asymmetric codes, and only to them")
-        whole = parts.get("global_scale")
-        wanted = (*like.shape[:-2], 1, 1) if len(like.shape) == 3 else (1,)
-        if whole is not None and Spec.of(whole) != Spec(torch.float32, wanted):
-            raise CorruptFileError(f"a global scale is float32 {wanted}, not {Spec.of(whole)}")
+            raise CorruptFileError(
+                "zero_point must be present if, and only if, codes are asymmetric"
+            )
+        global_scale = parts.get("global_scale")
+        shape = (*like.shape[:-2], 1, 1) if len(like.shape) == 3 else (1,)
+        if global_scale is not None and Spec.of(global_scale) != Spec(torch.float32, shape):
+            raise CorruptFileError(
+                f"global_scale is {Spec.of(global_scale)}, expected {Spec(torch.float32, shape)}"
+            )
         scale, zero = parts["scale"], parts.get("zero_point")
         if scale.dtype not in _FLOATS and scale.dtype is not args.scale_dtype:
-            raise CorruptFileError(f"scales are floats, not {scale.dtype}")
+            raise CorruptFileError(f"scale is {scale.dtype}, expected floats")
         if zero is not None and zero.dtype is not (args.zp_dtype or torch.int8):
             raise CorruptFileError(
-                f"zero points are {args.zp_dtype or torch.int8}, not {zero.dtype}"
+                f"zero_point is {zero.dtype}, expected {args.zp_dtype or torch.int8}"
             )
 
 
 def pack_quantized(name: str, x: Tensor, codec: Quantized, each: Each) -> PackedTensor:
-    """Round a weight, and return what is stored of it."""
-    args, how = codec.arguments, formats.find(format_of(codec))
-    parts = how.compress(x, find_params(x, args, each=each), args, each)
-    return _packed(name, parts, codec, relative_error(Plan(codec), x), each)
+    """Quantize a weight and return its stored tensors."""
+    args, format = codec.arguments, formats.find(find_codec_format(codec))
+    parts = format.compress(x, find_params(x, args, each=each), args, each)
+    return _pack(name, parts, codec, relative_error(Plan(codec), x), each)
 
 
 def pack_encoded_quantized(name: str, x: Encoded, codec: Quantized, each: Each) -> PackedTensor:
-    """Return what is stored of a weight that was rounded before."""
-    codes, params = codec.parsed(decode_parts(x, each), x.spec.shape[-1])
-    parts = formats.find(format_of(codec)).store(codes, params, codec.arguments)
-    return _packed(name, parts, codec, None, each)
+    """Return the stored tensors of a weight that is already quantized."""
+    codes, params = codec.parse(decode_parts(x, each), x.spec.shape[-1])
+    parts = formats.find(find_codec_format(codec)).store(codes, params, codec.arguments)
+    return _pack(name, parts, codec, None, each)
 
 
-def format_of(codec: Quantized) -> str:
-    """Return the format that stores what this codec makes."""
+def find_codec_format(codec: Quantized) -> str:
+    """Return the name of the format that stores the result of a codec."""
     args = codec.arguments
     if args.type is QuantizationType.INT:
         return "pack-quantized" if codec.packed else "int-quantized"
@@ -181,14 +198,14 @@ def format_of(codec: Quantized) -> str:
     return "mxfp8-quantized" if args.is_mx else "float-quantized"
 
 
-def _packed(
+def _pack(
     name: str, parts: Mapping[str, Tensor], codec: Quantized, error: float | None, each: Each
 ) -> PackedTensor:
     layer, _, last = name.rpartition(".")
     if last != "weight":
-        raise ConfigError("only what is called 'weight' has a quantized form in this dialect")
+        raise ConfigError("the compressed-tensors dialect quantizes only tensors named 'weight'")
     prefix = f"{layer}." if layer else ""
-    # Largest items first: as aligned as a format without padding allows.
+    # Largest items first, for alignment: the format has no padding.
     order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
     return PackedTensor(
         [plain_tensor_bytes(prefix + suffix, parts[suffix].contiguous(), each) for suffix in order],

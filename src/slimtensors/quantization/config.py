@@ -1,4 +1,4 @@
-"""How a whole model is quantized: the section `quantization_config` of `config.json`."""
+"""Quantization of a whole model: the section `quantization_config` of `config.json`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,72 +13,75 @@ from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.tensor import Json
 
 LAYOUT = "0.20.0"
-"""The release of compressed-tensors whose layout of tensors and config we write."""
+"""Release of compressed-tensors whose layout of tensors and config we write."""
 
 _SECTIONS = ("quantization_config", "compression_config")
-_SAYS_HOW_TO_RUN = {"run_compressed", "dequantize", "use_optimized_inference"}
+_RUNTIME_KEYS = {"run_compressed", "dequantize", "use_optimized_inference"}
 
 
 class QuantizationStatus(StrEnum):
-    """How far a model, or a layer of it, has come."""
+    """Stage of quantization of a model or layer."""
 
     INITIALIZED = "initialized"
-    """It is known what to quantize."""
+    """A config is attached."""
     CALIBRATION = "calibration"
-    """What flows through is being watched."""
+    """Activations are being observed."""
     FROZEN = "frozen"
-    """Scales are fixed, and the model computes with quantized numbers."""
+    """Scales are fixed; the model computes with quantized values."""
     COMPRESSED = "compressed"
-    """Weights are in memory as they will be on disk."""
+    """Weights are in memory in their stored form."""
     DECOMPRESSED = "decompressed"
-    """They were, and are dense again: frozen, as far as this library is concerned."""
+    """Weights were compressed and are dense again; this library treats it as frozen."""
 
 
 @dataclass
 class QuantizationConfig:
     """Which layers of a model are quantized, how, and how they are stored.
 
-    A group may be a scheme, or a list of targets under the name of a preset. A key that is none of
-    ours raises, with the nearest one.
+        QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+        QuantizationConfig.parse_file("config.json")
+        QuantizationConfig({"W8A8": ["Linear"]})
+
+    A group is a scheme, its JSON form, or a list of targets under the name of a preset.
     """
 
     config_groups: dict[str, QuantizationScheme] = field(default_factory=dict)
     format: str | None = None
-    """How weights are stored; `mixed-precision` if groups differ. By default what suits them."""
+    """Format of stored weights; `mixed-precision` if groups differ; by default inferred."""
     quantization_status: QuantizationStatus = QuantizationStatus.INITIALIZED
     ignore: list[str] = field(default_factory=list)
-    """Targets that are left as they are, whatever the groups say."""
+    """Targets that are not quantized, even if a group matches them."""
     kv_cache_scheme: QuantizationArgs | None = None
     global_compression_ratio: float | None = None
     quant_method: str = "compressed-tensors"
     version: str | None = LAYOUT
-    """The release of compressed-tensors whose layout it is; none if an older file does not say."""
+    """Release of compressed-tensors that defines the layout; None if an older file omits it."""
     sparsity_config: Json = field(default_factory=dict)
     transform_config: Json = field(default_factory=dict)
     moe_sparsity_config: Json | None = None
 
     def __post_init__(self) -> None:
-        self.config_groups = {name: _group(name, x) for name, x in self.config_groups.items()}
-        self.quantization_status = _status(self.quantization_status)
+        self.config_groups = {name: _parse_group(name, x) for name, x in self.config_groups.items()}
+        self.quantization_status = _parse_status(self.quantization_status)
         self.ignore = list(self.ignore)
 
     @classmethod
     def preset(
         cls, name: str, *, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = ()
     ) -> Self:
-        """Return a config of one group, by a name like `W4A16`."""
+        """Return a config with one group of a named scheme such as `W4A16`."""
         scheme = QuantizationScheme.preset(name, targets)
         return cls({"group_0": scheme}, ignore=list(ignore))
 
     @classmethod
     def parse_file(cls, path: str | Path) -> Self:
-        """Read a JSON file: the section alone, or a whole `config.json` of any generation."""
+        """Read a JSON file: the section alone, or a `config.json` that contains it."""
         try:
             data = json.loads(Path(path).read_text())
         except ValueError as error:
-            raise ConfigError(f"{path}: is not JSON: {error}") from error
+            raise ConfigError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: is not a JSON object")
+            raise ConfigError(f"{path}: expected a JSON object")
         try:
             return cls.from_dict(data)
         except ConfigError as error:
@@ -86,22 +89,25 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the section, or a dict that holds it under any of the names it has had."""
-        section = _unwrapped(data)
-        known = {each.name for each in fields(cls)}
-        for key in section.keys() - known - _SAYS_HOW_TO_RUN:
-            raise ConfigError(f"quantization_config has no {key!r}; {nearest(key, known)}")
-        given = {key: x for key, x in section.items() if key in known and x is not None}
-        given.setdefault("version", None)
-        if given.get("quant_method", "compressed-tensors") != "compressed-tensors":
-            method = given["quant_method"]
-            raise ConfigError(f"quant_method {method!r} is of another library, not of ours")
-        if "kv_cache_scheme" in given:
-            given["kv_cache_scheme"] = QuantizationArgs.from_dict(given["kv_cache_scheme"])
-        return cls(**given)
+        """Parse the section, or a dict that contains it under a current or former key.
+
+        Raise `ConfigError` on unknown keys, with the nearest valid one.
+        """
+        section = _find_section(data)
+        known = {entry.name for entry in fields(cls)}
+        for key in section.keys() - known - _RUNTIME_KEYS:
+            raise ConfigError(f"unknown key {key!r} in quantization_config; {nearest(key, known)}")
+        values = {key: x for key, x in section.items() if key in known and x is not None}
+        values.setdefault("version", None)
+        method = values.get("quant_method", "compressed-tensors")
+        if method != "compressed-tensors":
+            raise ConfigError(f"quant_method is {method!r}, expected 'compressed-tensors'")
+        if "kv_cache_scheme" in values:
+            values["kv_cache_scheme"] = QuantizationArgs.from_dict(values["kv_cache_scheme"])
+        return cls(**values)
 
     def to_dict(self) -> Json:
-        """Return the section as compressed-tensors, transformers and vLLM read it."""
+        """Return the section that compressed-tensors, transformers and vLLM read."""
         groups = {name: group.to_dict() for name, group in sorted(self.config_groups.items())}
         data: Json = {
             "quant_method": self.quant_method,
@@ -124,7 +130,7 @@ class QuantizationConfig:
 
     @property
     def has_activations(self) -> bool:
-        """Whether more than weights is quantized: what flows through layers, or what is cached."""
+        """Whether activations or the key/value cache are quantized."""
         schemes = self.config_groups.values()
         return self.kv_cache_scheme is not None or any(
             s.input_activations is not None or s.output_activations is not None for s in schemes
@@ -132,43 +138,43 @@ class QuantizationConfig:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the model must run over data before it can be frozen."""
+        """Whether static scales of activations require calibration data."""
         kv = self.kv_cache_scheme
         schemes = self.config_groups.values()
         return (kv is not None and not kv.dynamic) or any(s.needs_data for s in schemes)
 
 
-def _unwrapped(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the section; what is sparse may stand in it, beside it, or alone."""
+def _find_section(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section; `sparsity_config` may be inside it, beside it, or alone."""
     for key in _SECTIONS:
         if isinstance(inner := data.get(key), Mapping):
-            found = _unwrapped(inner)
-            beside = data.get("sparsity_config") or found.get("sparsity_config")
-            return {**found, "sparsity_config": beside}
+            section = _find_section(inner)
+            sparsity = data.get("sparsity_config") or section.get("sparsity_config")
+            return {**section, "sparsity_config": sparsity}
     if data.keys() & {"config_groups", "quant_method", "kv_cache_scheme"}:
         return dict(data)
-    if isinstance(zeros := data.get("sparsity_config"), Mapping):
-        return {"sparsity_config": zeros}
-    raise ConfigError(f"there is no quantization_config among the keys {sorted(data)[:9]}")
+    if isinstance(sparsity := data.get("sparsity_config"), Mapping):
+        return {"sparsity_config": sparsity}
+    raise ConfigError(f"quantization_config not found among the keys {sorted(data)[:9]}")
 
 
-def _group(name: str, given: object) -> QuantizationScheme:
-    match given:
+def _parse_group(name: str, group: object) -> QuantizationScheme:
+    match group:
         case QuantizationScheme():
-            return given
+            return group
         case Mapping():
             try:
-                return QuantizationScheme.from_dict(given)
+                return QuantizationScheme.from_dict(group)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
         case list() | tuple():
-            return QuantizationScheme.preset(name, given)
-    raise ConfigError(f"{name}: a group is a scheme, or a list of targets, not {given!r}")
+            return QuantizationScheme.preset(name, group)
+    raise ConfigError(f"{name}: expected a scheme or a list of targets, got {group!r}")
 
 
-def _status(given: object) -> QuantizationStatus:
+def _parse_status(status: object) -> QuantizationStatus:
     try:
-        return QuantizationStatus(str(given))
+        return QuantizationStatus(str(status))
     except ValueError:
-        known = nearest(str(given), map(str, QuantizationStatus))
-        raise ConfigError(f"quantization_status {given!r} does not exist; {known}") from None
+        known = nearest(str(status), map(str, QuantizationStatus))
+        raise ConfigError(f"unknown quantization_status {status!r}; {known}") from None

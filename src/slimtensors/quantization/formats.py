@@ -1,9 +1,12 @@
-"""Formats: how the codes and params of a weight become tensors of a compressed-tensors file."""
+"""Formats: the tensors that a compressed-tensors file stores for a quantized weight.
+
+A `Format` maps codes and params to tensors named `<module>.<suffix>` and back. The formats differ
+in which tensors they store and in the dtype of codes and scales; the table is at the end.
+"""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -13,31 +16,83 @@ from slimtensors.parallel import Each, serially
 from slimtensors.quantization import kernels
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
-from slimtensors.quantization.kernels import Layout
+from slimtensors.quantization.kernels import Kind, Layout
+from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.tensor import Spec, ceil_div
 
+__all__ = ["MIXED", "SUFFIXES", "Format", "find", "infer", "list_names", "merge"]
 
-class Format(Protocol):
-    """How codes and params of a weight are stored: as tensors named by suffixes of the module."""
+MIXED = "mixed-precision"
+"""The format of a config whose groups have different formats."""
 
-    @property
-    def name(self) -> str:
-        """What configs call it."""
-        ...
+SUFFIXES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_shape",
+    "weight_g_idx",
+)
+"""Suffixes of the tensors that formats store."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized weight in the representation of a file."""
+
+    codes: Tensor
+    kind: Kind
+    """Representation of the codes."""
+    shape: tuple[int, ...]
+    """Shape of the dense weight."""
+    params: Params
+    """Params in their stored dtypes."""
+
+
+Check = Callable[[str, QuantizationArgs, int], None]
+"""Raise `ConfigError` if the named format cannot store such codes in so many columns."""
+Write = Callable[[StoredWeight, QuantizationArgs], dict[str, Tensor]]
+Read = Callable[[Mapping[str, Tensor], QuantizationArgs, str | None], StoredWeight]
+"""Return the stored weight; raise `CorruptFileError` if the tensors do not fit together."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store codes and params as tensors with fixed suffixes."""
+
+    name: str
+    """Name in configs."""
+    kind: Callable[[QuantizationArgs], Kind]
+    check: Check
+    write: Write
+    read: Read
+    decode_scale: Callable[[Tensor], Tensor] = lambda scale: scale
+    """Return stored scales in a dtype that torch computes with."""
+    version: str | None = None
+    """Release of compressed-tensors that wrote the tensors, if known."""
 
     def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return the stored tensors of codes that are there already."""
-        ...
+        """Return the tensors that store `codes`, by suffix."""
+        self.check(self.name, args, codes.shape[-1])
+        kind = self.kind(args)
+        packed = kernels.pack_codes(codes, args, kind)
+        return self.write(StoredWeight(packed, kind, tuple(codes.shape), params), args)
 
     def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
         """Return codes and params; raise `CorruptFileError` if the tensors do not fit together."""
-        ...
+        stored = self.read(parts, args, self.version)
+        codes = kernels.unpack_codes(stored.codes, args, stored.kind, stored.shape[-1])
+        return codes, replace(stored.params, scale=self.decode_scale(stored.params.scale))
 
     def compress(
         self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
     ) -> dict[str, Tensor]:
-        """Round a weight to codes and return the stored tensors, dividing the work by `each`."""
-        ...
+        """Quantize a weight and return the tensors that store it; `each` runs parts of the work."""
+        self.check(self.name, args, weight.shape[-1])
+        kind = self.kind(args)
+        codes = kernels.compress(weight, params, args, kind, each)
+        return self.write(StoredWeight(codes, kind, tuple(weight.shape), params), args)
 
     def decompress(
         self,
@@ -46,54 +101,86 @@ class Format(Protocol):
         each: Each = serially,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the dense weight, in the memory of `out` if given."""
-        ...
+        """Return the dense weight, written into `out` if given.
+
+        Its dtype is that of the scale, or bf16 if scales are stored in 8 bits.
+        """
+        stored = self.read(parts, args, self.version)
+        codes, kind, params = stored.codes, stored.kind, stored.params
+        return kernels.decompress(codes, kind, params, args, stored.shape, each, out)
 
 
-def part(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
-    """Return a stored tensor that must be there."""
+def list_names() -> list[str]:
+    """Return the names of all formats."""
+    return list(_FORMATS)
+
+
+def find(name: str, *, version: str | None = None) -> Format:
+    """Return the format called `name`, as release `version` of compressed-tensors wrote it.
+
+    The release matters only for codes of 3, 5, 6 and 7 bits whose layout is ambiguous.
+    """
+    if name not in _FORMATS:
+        raise ConfigError(f"unknown format {name!r}; {nearest(name, _FORMATS)}")
+    return replace(_FORMATS[name], version=version)
+
+
+def infer(scheme: QuantizationScheme) -> str:
+    """Return the format that compressed-tensors uses for a scheme; `dense` without weights."""
+    args = scheme.weights
+    if args is None:
+        return "dense"
+    if args.type is QuantizationType.FLOAT and args.num_bits == 4:
+        by_group_size = {32: _MXFP4, 16: _NVFP4}
+        if args.group_size not in by_group_size:
+            raise ConfigError("4-bit floats are stored in groups of 16 (nvfp4) or 32 (mxfp4)")
+        return by_group_size[args.group_size]
+    if args.is_mx and args.group_size == 32:
+        return _MXFP8
+    if scheme.input_activations is None:
+        return _PACKED if args.type is QuantizationType.INT else "naive-quantized"
+    return "int-quantized" if args.type is QuantizationType.INT else "float-quantized"
+
+
+def merge(names: Iterable[str]) -> str:
+    """Return the format of a config whose groups have these formats."""
+    distinct = set(names)
+    return MIXED if len(distinct) > 1 else next(iter(distinct), "dense")
+
+
+def require_part(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
+    """Return a stored tensor; raise `CorruptFileError` if it is missing."""
     if suffix not in parts:
-        raise CorruptFileError(f"lacks {suffix}; there is {', '.join(sorted(parts)) or 'nothing'}")
+        found = ", ".join(sorted(parts)) or "nothing"
+        raise CorruptFileError(f"{suffix} is missing; found {found}")
     return parts[suffix]
 
 
-def column_groups(parts: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the group of each column, if groups are not neighbours."""
-    order = parts.get("weight_g_idx")
-    if order is None or bool((order < 0).any()):  # how older releases say that it is unused
-        return None
-    return order
-
-
 def check_params(shape: tuple[int, ...], params: Params, args: QuantizationArgs) -> Params:
-    """Return the params of a weight of this shape if they fit it."""
-    wanted = scale_shape(shape, args)
-    if args.strategy is QuantizationStrategy.TENSOR:  # one number, whatever its dimensions
+    """Return the params of a weight of this shape; raise `CorruptFileError` if they do not fit."""
+    expected = scale_shape(shape, args)
+    if args.strategy is QuantizationStrategy.TENSOR:  # one number, in any number of dimensions
         zero = params.zero_point
         params = replace(
             params,
-            scale=_shaped(params.scale, wanted),
-            zero_point=None if zero is None else _shaped(zero, wanted),
+            scale=_reshape_if_equal(params.scale, expected),
+            zero_point=None if zero is None else _reshape_if_equal(zero, expected),
         )
-    for what, given in (("weight_scale", params.scale), ("weight_zero_point", params.zero_point)):
-        if given is not None and tuple(given.shape) != wanted:
+    for suffix, x in (("weight_scale", params.scale), ("weight_zero_point", params.zero_point)):
+        if x is not None and tuple(x.shape) != expected:
             raise CorruptFileError(
-                f"{what} of shape {tuple(given.shape)}, but a weight of {shape} needs {wanted}"
+                f"{suffix} has shape {tuple(x.shape)}, expected {expected} for a weight of {shape}"
             )
-    order = params.g_idx
-    if order is not None and (order.shape != shape[-1:] or order.is_floating_point()):
-        raise CorruptFileError(f"g_idx of {Spec.of(order)} for {shape[-1]} columns")
-    if order is not None and not 0 <= int(order.min()) <= int(order.max()) < wanted[-1]:
-        raise CorruptFileError(f"g_idx names groups outside of the {wanted[-1]} that have scales")
+    g_idx = params.g_idx
+    if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.is_floating_point()):
+        raise CorruptFileError(f"invalid g_idx: {Spec.of(g_idx)} for {shape[-1]} columns")
+    if g_idx is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < expected[-1]:
+        raise CorruptFileError(f"g_idx is out of range: there are {expected[-1]} groups")
     return params
 
 
-def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(shape) if x.numel() == math.prod(shape) else x
-
-
 def scale_shape(shape: tuple[int, ...], args: QuantizationArgs) -> tuple[int, ...]:
-    """Return the shape that the scales of a weight have."""
+    """Return the shape of the scales of a weight."""
     *experts, rows, columns = shape
     match args.strategy:
         case QuantizationStrategy.CHANNEL:
@@ -106,436 +193,256 @@ def scale_shape(shape: tuple[int, ...], args: QuantizationArgs) -> tuple[int, ..
     return (*experts, 1, 1) if experts else (1,)
 
 
-def exponents_of(scale: Tensor) -> Tensor:
-    """Return the exponents of powers of two."""
-    return (127 + scale.log2().floor()).to(torch.int32).to(torch.uint8)
+def _reshape_if_equal(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.reshape(shape) if x.numel() == math.prod(shape) else x
 
 
-def check_exponents(scale: Tensor) -> Tensor:
-    """Return stored scales if they are exponents."""
+def _read_g_idx(parts: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the group of each column, or None if groups are contiguous."""
+    g_idx = parts.get("weight_g_idx")
+    if g_idx is None or bool((g_idx < 0).any()):  # older releases store -1 for unused
+        return None
+    return g_idx
+
+
+def _read_exponents(parts: Mapping[str, Tensor]) -> Tensor:
+    scale = require_part(parts, "weight_scale")
     if scale.dtype is not torch.uint8:
-        raise CorruptFileError(f"weight_scale is {scale.dtype}, not exponents (uint8)")
+        raise CorruptFileError(f"weight_scale is {scale.dtype}, expected exponents (uint8)")
     return scale
 
 
-@dataclass(frozen=True)
-class NvFp4:
-    """Groups of 16 with 8-bit floats as scales, which one number of 32 bits divides."""
-
-    name: ClassVar[str] = "nvfp4-pack-quantized"
-
-    def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return `weight_packed`, `weight_scale` and `weight_global_scale`."""
-        _check(codes.shape[-1], args)
-        return self._named(kernels.pack_codes(codes, args, "fp4"), params, args)
-
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Return the codes, and the scales as bf16."""
-        packed, params = self._parsed(parts, args)
-        codes = kernels.unpack_codes(packed, args, "fp4", 2 * packed.shape[-1])
-        return codes, replace(params, scale=params.scale.to(torch.bfloat16))
-
-    def compress(
-        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
-    ) -> dict[str, Tensor]:
-        """Round and pack."""
-        _check(weight.shape[-1], args)
-        return self._named(kernels.compress(weight, params, args, "fp4", each), params, args)
-
-    def decompress(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        each: Each = serially,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the dense weight as bf16."""
-        packed, params = self._parsed(parts, args)
-        if params.scale.dtype is not torch.float8_e4m3fn:
-            params = replace(params, scale=params.scale.to(torch.bfloat16))
-        return kernels.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
-
-    def _named(self, packed: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        if params.global_scale is None:
-            raise ConfigError(f"{self.name} needs a global scale: strategy tensor_group")
-        return {
-            "weight_packed": packed,
-            "weight_scale": params.scale.to(args.scale_dtype or torch.float8_e4m3fn),
-            "weight_global_scale": params.global_scale,
-        }
-
-    def _parsed(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        packed, scale = _packed(parts), part(parts, "weight_scale")
-        if not scale.is_floating_point():
-            raise CorruptFileError(f"weight_scale is {scale.dtype}, not floats")
-        whole = part(parts, "weight_global_scale")
-        if whole.numel() != 1 and tuple(whole.shape) != (*packed.shape[:-2], 1, 1):
-            raise CorruptFileError(f"weight_global_scale has shape {tuple(whole.shape)}")
-        params = Params(scale, global_scale=whole)
-        return packed, check_params(_dense_shape(packed), params, args)
+def _plain_kind(args: QuantizationArgs) -> Kind:
+    return "int" if args.dtype is torch.int8 else "fp8"
 
 
-@dataclass(frozen=True)
-class MxFp4:
-    """Groups of 32 with powers of two as scales, stored as exponents."""
-
-    name: ClassVar[str] = "mxfp4-pack-quantized"
-
-    def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return `weight_packed` and `weight_scale` (uint8)."""
-        _check(codes.shape[-1], args)
-        packed = kernels.pack_codes(codes, args, "fp4")
-        return {"weight_packed": packed, "weight_scale": exponents_of(params.scale)}
-
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Return the codes, and the scales as bf16."""
-        packed, params = self._parsed(parts, args)
-        codes = kernels.unpack_codes(packed, args, "fp4", 2 * packed.shape[-1])
-        return codes, replace(params, scale=kernels.powers_of(params.scale))
-
-    def compress(
-        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
-    ) -> dict[str, Tensor]:
-        """Round and pack."""
-        _check(weight.shape[-1], args)
-        packed = kernels.compress(weight, params, args, "fp4", each)
-        return {"weight_packed": packed, "weight_scale": exponents_of(params.scale)}
-
-    def decompress(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        each: Each = serially,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the dense weight as bf16."""
-        packed, params = self._parsed(parts, args)
-        return kernels.decompress(packed, "fp4", params, args, _dense_shape(packed), each, out)
-
-    def _parsed(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        packed = _packed(parts)
-        params = Params(check_exponents(part(parts, "weight_scale")))
-        return packed, check_params(_dense_shape(packed), params, args)
+def _check_plain(name: str, args: QuantizationArgs, columns: int) -> None:
+    """Check args for one code per item: int-, float-, naive- and mxfp8-quantized."""
+    if args.dtype is torch.uint8:
+        raise ConfigError(f"{name} does not store 4-bit floats; mxfp4 and nvfp4 do")
 
 
-def _check(columns: int, args: QuantizationArgs) -> None:
+def _write_plain(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+    params = stored.params
+    parts = {"weight": stored.codes, "weight_scale": params.scale}
+    if params.zero_point is not None:
+        parts["weight_zero_point"] = params.zero_point
+    if params.g_idx is not None:
+        parts["weight_g_idx"] = params.g_idx
+    return parts
+
+
+def _read_plain(
+    parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
+) -> StoredWeight:
+    codes = require_part(parts, "weight")
+    shape = tuple(codes.shape)
+    if codes.dtype is not args.dtype or codes.dim() not in (2, 3):
+        raise CorruptFileError(f"weight is {codes.dtype} {shape}, expected {args.dtype} codes")
+    zero_point = None if args.symmetric else require_part(parts, "weight_zero_point")
+    params = Params(require_part(parts, "weight_scale"), zero_point, g_idx=_read_g_idx(parts))
+    return StoredWeight(codes, _plain_kind(args), shape, check_params(shape, params, args))
+
+
+def _write_mxfp8(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+    scale = kernels.encode_exponents(stored.params.scale)
+    return _write_plain(replace(stored, params=replace(stored.params, scale=scale)), args)
+
+
+def _read_mxfp8(
+    parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
+) -> StoredWeight:
+    _read_exponents(parts)
+    return _read_plain(parts, args, version)
+
+
+def _check_fp4(name: str, args: QuantizationArgs, columns: int) -> None:
+    """Check args for two 4-bit floats per byte: nvfp4- and mxfp4-pack-quantized."""
     if args.type is not QuantizationType.FLOAT or args.num_bits != 4:
-        raise ConfigError("only 4-bit floats are stored two per byte")
+        raise ConfigError(f"{name} stores 4-bit floats only, not {args.type} of {args.num_bits}")
     if columns % 2:
-        raise ConfigError(f"{columns} columns are not a whole number of bytes")
+        raise ConfigError(f"{name} needs an even number of columns, got {columns}")
 
 
-def _packed(parts: Mapping[str, Tensor]) -> Tensor:
-    packed = part(parts, "weight_packed")
-    if packed.dtype is not torch.uint8 or packed.dim() not in (2, 3):
-        kind = f"{packed.dtype} of shape {tuple(packed.shape)}"
-        raise CorruptFileError(f"weight_packed is {kind}, not rows of bytes")
-    return packed
-
-
-def _dense_shape(packed: Tensor) -> tuple[int, ...]:
+def _read_fp4_codes(parts: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the packed codes and the shape of the dense weight."""
+    packed = require_part(parts, "weight_packed")
     *outer, width = packed.shape
-    return *outer, 2 * width
+    if packed.dtype is not torch.uint8 or packed.dim() not in (2, 3):
+        shape = tuple(packed.shape)
+        raise CorruptFileError(f"weight_packed is {packed.dtype} {shape}, expected rows of bytes")
+    return packed, (*outer, 2 * width)
+
+
+def _write_nvfp4(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+    params = stored.params
+    if params.global_scale is None:
+        raise ConfigError(f"{_NVFP4} needs a global scale: strategy tensor_group")
+    return {
+        "weight_packed": stored.codes,
+        "weight_scale": params.scale.to(args.scale_dtype or torch.float8_e4m3fn),
+        "weight_global_scale": params.global_scale,
+    }
+
+
+def _read_nvfp4(
+    parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
+) -> StoredWeight:
+    (codes, shape), scale = _read_fp4_codes(parts), require_part(parts, "weight_scale")
+    if not scale.is_floating_point():
+        raise CorruptFileError(f"weight_scale is {scale.dtype}, expected floats")
+    global_scale = require_part(parts, "weight_global_scale")
+    if global_scale.numel() != 1 and tuple(global_scale.shape) != (*shape[:-2], 1, 1):
+        raise CorruptFileError(f"weight_global_scale has shape {tuple(global_scale.shape)}")
+    if scale.dtype is not torch.float8_e4m3fn:
+        scale = scale.to(torch.bfloat16)
+    params = Params(scale, global_scale=global_scale)
+    return StoredWeight(codes, "fp4", shape, check_params(shape, params, args))
+
+
+def _write_mxfp4(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+    scale = kernels.encode_exponents(stored.params.scale)
+    return {"weight_packed": stored.codes, "weight_scale": scale}
+
+
+def _read_mxfp4(
+    parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
+) -> StoredWeight:
+    codes, shape = _read_fp4_codes(parts)
+    params = check_params(shape, Params(_read_exponents(parts)), args)
+    return StoredWeight(codes, "fp4", shape, params)
 
 
 _FIRST_STREAM = (0, 18)
-"""The release that changed the layout of 3, 5, 6 and 7 bits."""
+"""Release that changed the layout of 3, 5, 6 and 7 bits from `words` to `stream`."""
 
 
-@dataclass(frozen=True)
-class PackQuantized:
-    """Packed integers; also as releases before 0.18 packed them, and with `weight_g_idx`."""
+def _check_packed(name: str, args: QuantizationArgs, columns: int) -> None:
+    """Check args for integers packed into 32-bit words: pack-quantized."""
+    if args.type is not QuantizationType.INT:
+        raise ConfigError(f"{name} stores integers, not floats of {args.num_bits} bits")
 
-    name: ClassVar[str] = "pack-quantized"
 
-    version: str | None = None
-    """The release that wrote it, if known; asked only where the tensors do not tell."""
+def _write_packed(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+    params = stored.params
+    parts = {
+        "weight_packed": stored.codes,
+        "weight_scale": params.scale,
+        "weight_shape": torch.tensor(stored.shape),
+    }
+    zero_point = params.zero_point
+    if zero_point is not None:
+        if _packs_zero_point(args):
+            by_row = zero_point.to(torch.int8).transpose(-1, -2)
+            zero_point = kernels.pack_bits(by_row, args.num_bits).transpose(-1, -2).contiguous()
+        parts["weight_zero_point"] = zero_point
+    if params.g_idx is not None:
+        parts["weight_g_idx"] = params.g_idx
+    return parts
 
-    def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return `weight_packed`, `weight_scale`, `weight_shape`, and what else there is."""
-        self._check(args)
-        return self._named(
-            kernels.pack_bits(codes, args.num_bits), tuple(codes.shape), params, args
-        )
 
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Unpack codes and zero points."""
-        shape, layout = self._shape_and_layout(parts, args)
-        codes = kernels.unpack_bits(parts["weight_packed"], args.num_bits, shape[-1], layout)
-        return codes, self._params(parts, args, shape, layout)
-
-    def compress(
-        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
-    ) -> dict[str, Tensor]:
-        """Round and pack."""
-        self._check(args)
-        packed = kernels.compress(weight, params, args, "packed", each)
-        return self._named(packed, tuple(weight.shape), params, args)
-
-    def decompress(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        each: Each = serially,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the dense weight in the dtype of its scale."""
-        shape, layout = self._shape_and_layout(parts, args)
-        packed, params = parts["weight_packed"], self._params(parts, args, shape, layout)
-        if layout == "stream":
-            return kernels.decompress(packed, "packed", params, args, shape, each, out)
-        codes = kernels.unpack_bits(packed, args.num_bits, shape[-1], layout)
-        return kernels.decompress(codes, "int", params, args, shape, each, out)
-
-    def _check(self, args: QuantizationArgs) -> None:
-        if args.type is not QuantizationType.INT:
-            raise ConfigError(f"{self.name} stores integers, not floats of {args.num_bits} bits")
-
-    def _named(
-        self, packed: Tensor, shape: tuple[int, ...], params: Params, args: QuantizationArgs
-    ) -> dict[str, Tensor]:
-        parts = {
-            "weight_packed": packed,
-            "weight_scale": params.scale,
-            "weight_shape": torch.tensor(shape),
-        }
-        zero_point = params.zero_point
-        if zero_point is not None:
-            if _packs_zero_point(args):
-                by_row = zero_point.to(torch.int8).transpose(-1, -2)
-                zero_point = kernels.pack_bits(by_row, args.num_bits).transpose(-1, -2).contiguous()
-            parts["weight_zero_point"] = zero_point
-        if params.g_idx is not None:
-            parts["weight_g_idx"] = params.g_idx
-        return parts
-
-    def _shape_and_layout(
-        self, parts: Mapping[str, Tensor], args: QuantizationArgs
-    ) -> tuple[tuple[int, ...], Layout]:
-        packed = _words(parts, "weight_packed")
-        shape = _shape(part(parts, "weight_shape"), packed)
-        found = kernels.possible_layouts(packed, args.num_bits, shape[-1])
-        if not args.symmetric and _packs_zero_point(args):
-            zeros = _words(parts, "weight_zero_point").transpose(-1, -2)
-            found &= kernels.possible_layouts(zeros, args.num_bits, shape[-2])
-        if not found:
-            raise CorruptFileError("weight_packed has no layout that was ever in use")
-        return shape, self._only(found, args.num_bits, shape[-1])
-
-    def _only(self, found: set[Layout], width: int, columns: int) -> Layout:
-        if len(found) == 1:
-            return found.pop()
-        if 32 % width == 0 or columns <= 32 // width:  # both layouts are the same
-            return "stream"
-        if self.version is None:
-            raise FormatError(
-                f"{columns} codes of {width} bits can have the layout of compressed-tensors before"
-                " 0.18 or that since; say which release wrote them: find(name, version=...)"
-            )
-        return "stream" if _release(self.version) >= _FIRST_STREAM else "words"
-
-    def _params(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        shape: tuple[int, ...],
-        layout: Layout,
-    ) -> Params:
-        zero_point = None
-        if not args.symmetric:
-            zero_point = part(parts, "weight_zero_point")
-            if _packs_zero_point(args):
-                by_row = kernels.unpack_bits(
-                    zero_point.transpose(-1, -2), args.num_bits, shape[-2], layout
-                )
-                zero_point = by_row.transpose(-1, -2).contiguous()
-        params = Params(part(parts, "weight_scale"), zero_point, g_idx=column_groups(parts))
-        return check_params(shape, params, args)
+def _read_packed(
+    parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
+) -> StoredWeight:
+    packed = _read_words(parts, "weight_packed")
+    shape = _read_shape(parts, packed)
+    layouts = kernels.find_layouts(packed, args.num_bits, shape[-1])
+    if not args.symmetric and _packs_zero_point(args):
+        zeros = _read_words(parts, "weight_zero_point").transpose(-1, -2)
+        layouts &= kernels.find_layouts(zeros, args.num_bits, shape[-2])
+    layout = _choose_layout(layouts, args.num_bits, shape[-1], version)
+    zero_point = None
+    if not args.symmetric:
+        zero_point = require_part(parts, "weight_zero_point")
+        if _packs_zero_point(args):
+            words = zero_point.transpose(-1, -2)
+            by_row = kernels.unpack_bits(words, args.num_bits, shape[-2], layout)
+            zero_point = by_row.transpose(-1, -2).contiguous()
+    params = Params(require_part(parts, "weight_scale"), zero_point, g_idx=_read_g_idx(parts))
+    params = check_params(shape, params, args)
+    if layout == "stream":
+        return StoredWeight(packed, "packed", shape, params)
+    codes = kernels.unpack_bits(packed, args.num_bits, shape[-1], layout)
+    return StoredWeight(codes, "int", shape, params)
 
 
 def _packs_zero_point(args: QuantizationArgs) -> bool:
     return args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
 
 
-def _words(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
-    words = part(parts, suffix)
+def _choose_layout(layouts: set[Layout], bits: int, columns: int, version: str | None) -> Layout:
+    """Return the layout of packed codes, by release where the tensors allow both."""
+    if not layouts:
+        raise CorruptFileError("weight_packed has an unknown layout")
+    if len(layouts) == 1:
+        return next(iter(layouts))
+    if 32 % bits == 0 or columns <= 32 // bits:  # both layouts are the same
+        return "stream"
+    if version is None:
+        raise FormatError(
+            f"ambiguous layout of {columns} codes of {bits} bits: compressed-tensors changed it in"
+            " 0.18; pass the release that wrote the file: find(name, version=...)"
+        )
+    release = tuple(int(number) for number in version.split(".")[:2] if number.isdigit())
+    return "stream" if release >= _FIRST_STREAM else "words"
+
+
+def _read_words(parts: Mapping[str, Tensor], suffix: str) -> Tensor:
+    words = require_part(parts, suffix)
     if words.dtype is not torch.int32 or words.dim() not in (2, 3):
-        kind = f"{words.dtype} of shape {tuple(words.shape)}"
-        raise CorruptFileError(f"{suffix} is {kind}, not rows of 32-bit words")
+        shape = tuple(words.shape)
+        raise CorruptFileError(f"{suffix} is {words.dtype} {shape}, expected rows of 32-bit words")
     return words
 
 
-def _shape(stored: Tensor, packed: Tensor) -> tuple[int, ...]:
+def _read_shape(parts: Mapping[str, Tensor], packed: Tensor) -> tuple[int, ...]:
+    stored = require_part(parts, "weight_shape")
     if stored.is_floating_point() or stored.shape != (packed.dim(),):
         raise CorruptFileError(f"weight_shape has shape {tuple(stored.shape)}")
     shape = tuple(int(size) for size in stored)
     if min(shape) < 1 or shape[:-1] != tuple(packed.shape[:-1]):
-        raise CorruptFileError(f"weight_shape {shape} for words of {tuple(packed.shape)}")
+        raise CorruptFileError(
+            f"weight_shape is {shape}, but weight_packed has shape {tuple(packed.shape)}"
+        )
     return shape
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split(".")[:2] if number.isdigit())
-
-
-@dataclass(frozen=True)
-class PlainCodes:
-    """Codes as they are. The three formats of this kind differ in name only."""
-
-    name: str
-
-    def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return `weight` (int8 or float8), `weight_scale` and, if asymmetric, the zero point."""
-        self._check(args)
-        parts = {"weight": codes, "weight_scale": params.scale}
-        if params.zero_point is not None:
-            parts["weight_zero_point"] = params.zero_point
-        if params.g_idx is not None:
-            parts["weight_g_idx"] = params.g_idx
-        return parts
-
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Return what is there."""
-        codes = part(parts, "weight")
-        if codes.dtype is not args.dtype or codes.dim() not in (2, 3):
-            kind = f"{codes.dtype} of shape {tuple(codes.shape)}"
-            raise CorruptFileError(f"weight is {kind}, but codes would be {args.dtype}")
-        zero_point = None if args.symmetric else part(parts, "weight_zero_point")
-        params = Params(part(parts, "weight_scale"), zero_point, g_idx=column_groups(parts))
-        return codes, check_params(tuple(codes.shape), params, args)
-
-    def compress(
-        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
-    ) -> dict[str, Tensor]:
-        """Round and store."""
-        self._check(args)
-        return self.store(kernels.compress(weight, params, args, _kind(args), each), params, args)
-
-    def decompress(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        each: Each = serially,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the dense weight in the dtype of its scale."""
-        codes, params = self.parse(parts, args)
-        return kernels.decompress(codes, _kind(args), params, args, tuple(codes.shape), each, out)
-
-    def _check(self, args: QuantizationArgs) -> None:
-        if args.dtype is torch.uint8:
-            raise ConfigError(f"{self.name} does not store 4-bit floats; mxfp4 and nvfp4 do")
-
-
-@dataclass(frozen=True)
-class MxFp8:
-    """8-bit floats with powers of two as scales, stored as exponents."""
-
-    name: ClassVar[str] = "mxfp8-quantized"
-
-    def store(self, codes: Tensor, params: Params, args: QuantizationArgs) -> dict[str, Tensor]:
-        """Return `weight` (float8) and `weight_scale` (uint8)."""
-        return _PLAIN.store(codes, replace(params, scale=exponents_of(params.scale)), args)
-
-    def parse(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> tuple[Tensor, Params]:
-        """Return the codes, and the scales as bf16."""
-        codes, params = _PLAIN.parse(parts, args)
-        return codes, replace(params, scale=kernels.powers_of(check_exponents(params.scale)))
-
-    def compress(
-        self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
-    ) -> dict[str, Tensor]:
-        """Round and store."""
-        return self.store(kernels.compress(weight, params, args, "fp8", each), params, args)
-
-    def decompress(
-        self,
-        parts: Mapping[str, Tensor],
-        args: QuantizationArgs,
-        each: Each = serially,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the dense weight as bf16."""
-        check_exponents(part(parts, "weight_scale"))
-        return _PLAIN.decompress(parts, args, each, out)
-
-
-_PLAIN = PlainCodes(MxFp8.name)
-
-
-def _kind(args: QuantizationArgs) -> kernels.Kind:
-    return "int" if args.dtype is torch.int8 else "fp8"
-
-
-MIXED = "mixed-precision"
-"""What a config says whose groups have different formats; each group then names its own."""
+_PACKED = "pack-quantized"
+_NVFP4 = "nvfp4-pack-quantized"
+_MXFP4 = "mxfp4-pack-quantized"
+_MXFP8 = "mxfp8-quantized"
 
 _FORMATS: Mapping[str, Format] = {
-    each.name: each
-    for each in (
-        PlainCodes("int-quantized"),
-        PlainCodes("float-quantized"),
-        PlainCodes("naive-quantized"),
-        PackQuantized(),
-        NvFp4(),
-        MxFp4(),
-        MxFp8(),
+    format.name: format
+    for format in (
+        *(
+            Format(name, _plain_kind, _check_plain, _write_plain, _read_plain)
+            for name in ("int-quantized", "float-quantized", "naive-quantized")
+        ),
+        Format(_PACKED, lambda _: "packed", _check_packed, _write_packed, _read_packed),
+        Format(
+            _NVFP4,
+            lambda _: "fp4",
+            _check_fp4,
+            _write_nvfp4,
+            _read_nvfp4,
+            decode_scale=lambda scale: scale.to(torch.bfloat16),
+        ),
+        Format(
+            _MXFP4,
+            lambda _: "fp4",
+            _check_fp4,
+            _write_mxfp4,
+            _read_mxfp4,
+            decode_scale=kernels.decode_exponents,
+        ),
+        Format(
+            _MXFP8,
+            _plain_kind,
+            _check_plain,
+            _write_mxfp8,
+            _read_mxfp8,
+            decode_scale=kernels.decode_exponents,
+        ),
     )
 }
-
-
-class Scheme(Protocol):
-    """As much of a quantization scheme as its format depends on."""
-
-    @property
-    def weights(self) -> QuantizationArgs | None:
-        """How weights are quantized."""
-        ...
-
-    @property
-    def input_activations(self) -> QuantizationArgs | None:
-        """How inputs are quantized."""
-        ...
-
-
-def names() -> list[str]:
-    """List the formats."""
-    return list(_FORMATS)
-
-
-def find(name: str, *, version: str | None = None) -> Format:
-    """Return the format called `name`, as the release `version` of compressed-tensors wrote it.
-
-    The release only matters for codes of 3, 5, 6 and 7 bits whose shape does not tell their layout.
-    """
-    if name not in _FORMATS:
-        raise ConfigError(f"unknown format {name!r}; {nearest(name, _FORMATS)}")
-    if name == PackQuantized.name and version is not None:
-        return PackQuantized(version)
-    return _FORMATS[name]
-
-
-def infer(scheme: Scheme) -> str:
-    """Return the format that compressed-tensors stores a scheme in; `dense` without weights."""
-    args = scheme.weights
-    if args is None:
-        return "dense"
-    if args.type is QuantizationType.FLOAT and args.num_bits == 4:
-        fitting = {32: MxFp4.name, 16: NvFp4.name}
-        if args.group_size not in fitting:
-            raise ConfigError("4-bit floats are stored in groups of 16 (nvfp4) or 32 (mxfp4)")
-        return fitting[args.group_size]
-    if args.is_mx and args.group_size == 32:
-        return MxFp8.name
-    if scheme.input_activations is None:
-        return PackQuantized.name if args.type is QuantizationType.INT else "naive-quantized"
-    return "int-quantized" if args.type is QuantizationType.INT else "float-quantized"
-
-
-def of_all(stored: Iterable[str]) -> str:
-    """Return what a config says whose groups are stored in these formats."""
-    kinds = set(stored)
-    return MIXED if len(kinds) > 1 else next(iter(kinds), "dense")
-
-
-__all__ = ["MIXED", "Format", "Scheme", "find", "infer", "names", "of_all"]

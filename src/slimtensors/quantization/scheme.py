@@ -1,4 +1,4 @@
-"""Quantization schemes: what is quantized in a set of layers, and the named presets."""
+"""Quantization schemes: arguments for a set of layers, and the named presets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -76,11 +76,11 @@ PRESETS: Mapping[str, tuple[QuantizationArgs | None, QuantizationArgs | None]] =
     "MXFP8A16": (_mx(8), None),
     "UNQUANTIZED": (None, None),
 }
-"""Arguments of weights and of input activations, by name."""
+"""Arguments of weights and of input activations, by preset."""
 
 
-_ARGS = ("weights", "input_activations", "output_activations")
-_OF_ACTIVATIONS = {
+_ARGS_FIELDS = ("weights", "input_activations", "output_activations")
+_ACTIVATION_STRATEGIES = {
     QuantizationStrategy.TENSOR,
     QuantizationStrategy.TOKEN,
     QuantizationStrategy.GROUP,
@@ -91,76 +91,81 @@ _OF_ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How the layers that `targets` name are quantized; what is none stays as it is."""
+    """How the layers that match `targets` are quantized; fields that are None are not.
+
+    QuantizationScheme(["Linear"], weights=QuantizationArgs(num_bits=4, group_size=128))
+    """
 
     targets: Sequence[str]
-    """Class names, names of modules, or regular expressions of names: `re:.*mlp.*`."""
+    """Class names, layer names, or regular expressions of layer names: `re:.*mlp.*`."""
     weights: QuantizationArgs | None = None
     input_activations: QuantizationArgs | None = None
     output_activations: QuantizationArgs | None = None
     format: str | None = None
-    """How the weights are stored; by default what suits them."""
+    """Format of the stored weights; by default inferred from the arguments."""
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, str) or not all(isinstance(t, str) for t in self.targets):
             raise ConfigError(f"targets must be a list of names, got {self.targets!r}")
         object.__setattr__(self, "targets", tuple(self.targets))
         if self.format == "mixed-precision":
-            raise ConfigError("a group has one format; mixed-precision is of a whole config")
+            raise ConfigError("mixed-precision is the format of a config, not of a group")
         for key in ("input_activations", "output_activations"):
             self._check_activations(key, getattr(self, key))
         if self.weights is not None and self.weights.dynamic:
-            raise ConfigError("weights do not change while the model runs: dynamic=False")
+            raise ConfigError("weights cannot be quantized dynamically; use dynamic=False")
 
     @property
     def is_empty(self) -> bool:
-        """Whether it quantizes nothing."""
-        return all(getattr(self, key) is None for key in _ARGS)
+        """Whether nothing is quantized."""
+        return all(getattr(self, key) is None for key in _ARGS_FIELDS)
 
     @property
     def needs_data(self) -> bool:
-        """Whether a scale can only be found by running the model."""
+        """Whether static scales of activations require calibration data."""
         activations = (self.input_activations, self.output_activations)
         return any(args is not None and args.dynamic is not True for args in activations)
 
     @classmethod
     def preset(cls, name: str, targets: Sequence[str] = ("Linear",)) -> Self:
-        """Return the scheme that a name like `W4A16` stands for."""
+        """Return a named scheme such as `W4A16`."""
         known = name.upper()
         if known not in PRESETS:
-            raise ConfigError(f"there is no preset {name!r}; {nearest(known, PRESETS)}")
+            raise ConfigError(f"unknown preset {name!r}; {nearest(known, PRESETS)}")
         weights, inputs = PRESETS[known]
         return cls(targets, weights=weights, input_activations=inputs)
 
     def to_dict(self) -> Json:
-        """Return the JSON form: every key, null where there is nothing."""
+        """Return the JSON form with every key, null where unset."""
         data: Json = {"targets": list(self.targets)}
-        for key in _ARGS:
+        for key in _ARGS_FIELDS:
             args = getattr(self, key)
             data[key] = None if args is None else args.to_dict()
         return data | {"format": self.format}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the JSON form; a key that is unknown raises with the nearest one that exists."""
-        known = {each.name for each in fields(cls)}
+        """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
+        known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"a group of quantized layers has no {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in a config group; {nearest(key, known)}")
         if not isinstance(data.get("targets"), list):
-            raise ConfigError(f"a group of quantized layers needs a list of targets: {data}")
-        parsed = {key: QuantizationArgs.from_dict(data[key]) for key in _ARGS if data.get(key)}
+            raise ConfigError(f"a config group needs a list of targets, got {data}")
+        parsed = {
+            key: QuantizationArgs.from_dict(data[key]) for key in _ARGS_FIELDS if data.get(key)
+        }
         return cls(data["targets"], **parsed, format=data.get("format"))
 
     def with_targets(self, targets: Sequence[str]) -> Self:
-        """Return the same scheme for other layers."""
+        """Return the same scheme with other targets."""
         return replace(self, targets=targets)
 
     def _check_activations(self, key: str, args: QuantizationArgs | None) -> None:
         if args is None:
             return
-        if args.strategy not in _OF_ACTIVATIONS:
-            raise ConfigError(f"{key} cannot be quantized by {args.strategy}")
+        if args.strategy not in _ACTIVATION_STRATEGIES:
+            raise ConfigError(f"{key}: strategy {args.strategy} is not supported for activations")
         if args.actorder is not None:
-            raise ConfigError(f"{key}: actorder is an order of a weight's columns")
+            raise ConfigError(f"{key}: actorder applies to weights only")
         if args.strategy is QuantizationStrategy.GROUP and not args.dynamic:
-            raise ConfigError(f"{key}: scales per group are found while the model runs")
+            raise ConfigError(f"{key}: strategy group requires dynamic=True")

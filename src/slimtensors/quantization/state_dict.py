@@ -1,4 +1,7 @@
-"""State dicts of quantized models, stacked experts included."""
+"""State dicts of quantized models: export, decompress, restore.
+
+Stacked experts are stored per expert, as transformers saves them.
+"""
 
 import re
 import sys
@@ -14,317 +17,311 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.apply import apply_quantization_config
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.layers import classes_of, weights_of
+from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.plans import (
     KV_CACHE,
-    format_of,
-    is_target,
+    choose_format,
+    find_group,
     make_disjoint,
-    resolve_target,
+    matches_any,
 )
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Quantization, Report, parts_of, quantization_of
-
-
-def expert_parts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
-    """Return what is stored of stacked experts: for each of them, the parts of its layers."""
-    stored: dict[str, Tensor] = {}
-    args = state.plan.weight_args
-    for weight in state.plan.weights:
-        assert args is not None, "a layer without quantized weights lists none"
-        how = formats.find(state.plan.format)
-        codes, params = how.parse(parts_of(weight, state.kept()), args)
-        for layer, rows in _rows(model, state, weight.parameter, codes.shape).items():
-            own = _params_of_rows(params, rows, codes.shape[-2], args)
-            parts = how.store(codes.flatten(0, 1)[rows], own, args)
-            stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
-    return stored
-
-
-def expert_targets(model: nn.Module, state: Quantization) -> dict[str, str]:
-    """Return what checkpoints call the layers of stacked experts, each with a pattern for all."""
-    names: dict[str, str] = {}
-    for weight in state.plan.weights:
-        shape, _ = state.plan.dense[weight.parameter]
-        for layer in _rows(model, state, weight.parameter, shape):
-            stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
-            names[layer] = f"re:{re.escape(stem)}\\..*"
-    return names
-
-
-def routers(model: nn.Module) -> list[str]:
-    """List the layers that choose experts, as checkpoints call them.
-
-    They are no `Linear` in transformers, but are in vLLM, which must be told to leave them alone.
-    """
-    found = {
-        f"{name}.weight": torch.zeros(1, 1)
-        for name, module in model.named_modules()
-        if _ROUTER.search(type(module).__name__) and "weight" in dict(module.named_parameters())
-    }
-    return [name.removesuffix(".weight") for name in _as_saved(model, found)]
-
+from slimtensors.quantization.state import Quantization, Report, get_quantization, select_parts
 
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
-
-
-def _rows(
-    model: nn.Module, state: Quantization, parameter: str, shape: Sequence[int]
-) -> dict[str, Tensor]:
-    """Return which rows of all experts make up each layer of the checkpoint, by its name.
-
-    transformers knows how it cuts a stack when it saves; numbers of rows, sent through the same
-    cut, tell which of them ends up where.
-    """
-    experts, rows = shape[:2]
-    places = torch.arange(experts * rows).view(experts, rows, 1)
-    name = f"{state.plan.name}.{parameter}"
-    cut = _as_saved(model, {name: places.repeat(1, 1, 2)})
-    if name in cut:  # as it is: checkpoints of this model have stacks as well
-        return {f"{state.plan.name}.{i}.{parameter}": places[i, :, 0] for i in range(experts)}
-    for piece in cut.values():
-        if piece.dim() != 2 or piece.shape[1] != 2:
-            raise ConfigError(f"{name}: is turned around in checkpoints; leave it unquantized")
-    return {layer.removesuffix(".weight"): piece[:, 0] for layer, piece in cut.items()}
-
-
-def _as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return state
-    from transformers.core_model_loading import revert_weight_conversion
-
-    cut: dict[str, Tensor] = revert_weight_conversion(model, state)
-    return cut
-
-
-def _params_of_rows(params: Params, rows: Tensor, height: int, args: QuantizationArgs) -> Params:
-    """Return the params of some rows of a stack whose matrices have `height` of them."""
-    first = int(rows[0])
-    if args.strategy is QuantizationStrategy.BLOCK:
-        step = (args.block_structure or (1, 1))[0]
-        if first % height % step or (len(rows) % step and (first + len(rows)) % height):
-            raise ConfigError(f"blocks of {step} rows reach over the end of a layer's rows")
-        at, down = rows[::step], params.scale.shape[-2]
-        chosen = at // height * down + at % height // step
-    elif args.strategy is QuantizationStrategy.TENSOR:
-        chosen = rows[:1] // height
-    else:
-        chosen = rows
-
-    def pick(x: Tensor) -> Tensor:
-        found = x.flatten(0, 1)[chosen]
-        return found.flatten() if args.strategy is QuantizationStrategy.TENSOR else found
-
-    whole = params.global_scale
-    return Params(
-        pick(params.scale),
-        None if params.zero_point is None else pick(params.zero_point),
-        None if whole is None else whole.flatten()[first // height].reshape(1),
-    )
-
-
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
-_OF_WEIGHTS = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_global_scale",
-    "weight_shape",
-    "weight_g_idx",
-)
-_OF_ACTIVATIONS = tuple(
-    f"{which}_{what}"
-    for which in ("input", "output", "q", "k", "v")
-    for what in ("scale", "zero_point", "global_scale")
+_ACTIVATION_SUFFIXES = tuple(
+    f"{activation}_{param}"
+    for activation in ("input", "output", "q", "k", "v")
+    for param in ("scale", "zero_point", "global_scale")
 )
 
 
-def quantized_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
-    """Return the tensors of a frozen or compressed model, as they go to disk."""
-    state: dict[str, Tensor] = dict(model.state_dict())
-    for own in _quantized(model, config):
-        for name in (*own.kept(), *(weight.parameter for weight in own.plan.weights)):
-            state.pop(own.plan.key(name), None)
-        if own.plan.are_experts:
-            state |= expert_parts(model, own)
+def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
+    """Return the tensors of a frozen or compressed model in their stored form."""
+    tensors: dict[str, Tensor] = dict(model.state_dict())
+    for state in _iterate_states(model, config):
+        plan = state.plan
+        for name in (*state.tensors(), *(weight.parameter for weight in plan.weights)):
+            tensors.pop(plan.key(name), None)
+        if plan.has_stacked_experts:
+            tensors |= _export_experts(model, state)
         else:
-            state |= {own.plan.key(name): x for name, x in own.kept().items()}
-    return state
+            tensors |= {plan.key(name): x for name, x in state.tensors().items()}
+    return tensors
 
 
-def described(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
-    """Return the config of a compressed model: with formats, and groups that do not overlap."""
+def describe_config(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
+    """Return the config to store with a compressed model: with formats and disjoint groups."""
     stored: dict[str, str] = {}
     layers: dict[str, tuple[str, Sequence[str]]] = {}
     patterns: dict[str, str] = {}
-    for own in _quantized(model, config):
-        plan = own.plan
+    for state in _iterate_states(model, config):
+        plan = state.plan
         if plan.weights:
             stored[plan.group] = plan.format
-        if plan.are_experts:
-            own_patterns = expert_targets(model, own)
-            patterns |= own_patterns
-            layers |= dict.fromkeys(own_patterns, (plan.group, ("Linear",)))
+        if plan.has_stacked_experts:
+            expert_patterns = _find_expert_patterns(model, state)
+            patterns |= expert_patterns
+            layers |= dict.fromkeys(expert_patterns, (plan.group, ("Linear",)))
         elif plan.group in config.config_groups:
             layers[plan.name] = plan.group, plan.classes
     groups = {
         name: replace(group, format=stored.get(name, group.format))
         for name, group in config.config_groups.items()
     }
-    unlisted = [x for x in routers(model) if not is_target(config.ignore, x, ("Linear",))]
+    unlisted = [x for x in _list_routers(model) if not matches_any(config.ignore, x, ("Linear",))]
     return replace(
         config,
         config_groups=make_disjoint(groups, layers, patterns),
-        format=formats.of_all(stored.values()),
+        format=formats.merge(stored.values()),
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=[*config.ignore, *unlisted],
         version=LAYOUT,
     )
 
 
-def dense_state(
+def decompress_state(
     state: Mapping[str, Tensor], config: QuantizationConfig, model: nn.Module | None
 ) -> dict[str, Tensor]:
-    """Return dense weights in place of the parts that stand for them."""
-    layers = stored_layers(state.keys())
-    dense = {name: x for name, x in state.items() if not is_number(name, layers)}
+    """Return a state dict with dense weights instead of quantized parts."""
+    layers = find_stored_layers(state.keys())
+    dense = {name: x for name, x in state.items() if not is_quantization_part(name, layers)}
     modules = dict(model.named_modules()) if model is not None else {}
     for layer, suffixes in layers.items():
-        parts = {suffix: state[key_of(layer, suffix)] for suffix in suffixes}
+        parts = {suffix: state[join_name(layer, suffix)] for suffix in suffixes}
         try:
-            scheme = scheme_of(layer, config, modules)
-            dense[key_of(layer, "weight")] = dense_weight(parts, scheme, config, modules.get(layer))
+            scheme = find_scheme(layer, config, modules)
+            dense[join_name(layer, "weight")] = decompress_weight(
+                parts, scheme, config, modules.get(layer)
+            )
         except SlimError as error:
             raise type(error)(f"{layer}: {error}") from error
     return dense
 
 
-def restored(model: nn.Module, state: Mapping[str, Tensor], config: QuantizationConfig) -> Report:
-    """Load the tensors of a compressed model into a dense one, and leave it frozen."""
+def restore_model(
+    model: nn.Module, state: Mapping[str, Tensor], config: QuantizationConfig
+) -> Report:
+    """Load the tensors of a compressed model into a dense one, which is frozen afterwards."""
     start = replace(config, quantization_status=QuantizationStatus.INITIALIZED)
     report = apply_quantization_config(model, start)
     rest = dict(state)
     weights = set()
     for module in list(model.modules()):
-        if (own := quantization_of(module)) is None:
+        if (quantization := get_quantization(module)) is None:
             continue
-        if own.plan.are_experts:
+        plan = quantization.plan
+        if plan.has_stacked_experts:
             raise ConfigError(
-                f"{own.plan.name}: only transformers can stack experts; "
-                "from_pretrained(None, config=…, state_dict=compressor.decompress(…))"
+                f"{plan.name}: only transformers can stack experts; "
+                "use from_pretrained(None, config=…, state_dict=compressor.decompress(…))"
             )
-        keys = {name: own.plan.key(name) for name in (*_OF_WEIGHTS, *_OF_ACTIVATIONS)}
-        own.keep({name: rest.pop(key) for name, key in keys.items() if key in rest})
-        own.adopt(module, config.version)
-        weights |= {own.plan.key(weight.parameter) for weight in own.plan.weights}
-    _load(model, rest, weights)
+        keys = {name: plan.key(name) for name in (*formats.SUFFIXES, *_ACTIVATION_SUFFIXES)}
+        tensors = {name: rest.pop(key) for name, key in keys.items() if key in rest}
+        quantization.set_tensors(tensors)
+        quantization.load_stored(module, config.version)
+        weights |= {plan.key(weight.parameter) for weight in plan.weights}
+    _load_rest(model, rest, weights)
     return report
 
 
-def _quantized(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantization]:
-    """Yield the states of quantized layers, if they are ready and of this config."""
-    found = False
-    for module in model.modules():
-        if (own := quantization_of(module)) is None:
-            continue
-        found = True
-        if own.status not in _READY:
-            raise StatusError(
-                f"{own.plan.name}: is {own.status}, not frozen; "
-                "model.apply(freeze_module_quantization) comes before compressing"
-            )
-        if own.plan.group not in config.config_groups and own.plan.group != KV_CACHE:
-            raise MismatchError(
-                f"{own.plan.name}: its group {own.plan.group!r} is of another config"
-            )
-        yield own
-    if not found:
-        raise StatusError("the model is not quantized: apply_quantization_config comes first")
-
-
-def stored_layers(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the suffixes of the parts of every layer that is stored quantized, by its name."""
+def find_stored_layers(names: Collection[str]) -> dict[str, list[str]]:
+    """Return the suffixes of the stored parts of each quantized layer, by its name."""
     split = [name.rpartition(".") for name in names]
-    telling = ("weight_scale", "weight_packed")  # a layer that lost one of them is found, too
+    required = ("weight_scale", "weight_packed")  # either: a layer may lack one in a broken file
     return {
-        layer: [suffix for suffix in _OF_WEIGHTS if key_of(layer, suffix) in names]
-        for layer in sorted({layer for layer, _, suffix in split if suffix in telling})
+        layer: [suffix for suffix in formats.SUFFIXES if join_name(layer, suffix) in names]
+        for layer in sorted({layer for layer, _, suffix in split if suffix in required})
     }
 
 
-def key_of(layer: str, suffix: str) -> str:
-    """Return what a part of a layer is called."""
+def join_name(layer: str, suffix: str) -> str:
+    """Return the name of a tensor of a layer."""
     return f"{layer}.{suffix}" if layer else suffix
 
 
-def is_number(name: str, layers: Mapping[str, Collection[str]]) -> bool:
-    """Tell whether a tensor only says what others mean."""
+def is_quantization_part(name: str, layers: Mapping[str, Collection[str]]) -> bool:
+    """Return True if a tensor is a part of a quantized layer, or a scale of activations."""
     layer, _, suffix = name.rpartition(".")
-    return suffix in _OF_ACTIVATIONS or suffix in layers.get(layer, {})
+    return suffix in _ACTIVATION_SUFFIXES or suffix in layers.get(layer, {})
 
 
-def scheme_of(
+def find_scheme(
     layer: str, config: QuantizationConfig, modules: Mapping[str, nn.Module]
 ) -> QuantizationScheme:
-    """Return the scheme by which a layer is stored; of layers in no module, that of `Linear`."""
+    """Return the scheme of a stored layer; one that is not in `modules` counts as `Linear`."""
     groups = config.config_groups
     if modules:
-        classes = classes_of(modules[layer]) if layer in modules else ["Linear"]
-        found = resolve_target(groups, (), layer, classes)
+        classes = list_class_names(modules[layer]) if layer in modules else ["Linear"]
+        group = find_group(groups, (), layer, classes)
     else:
-        found = resolve_target(groups, (), layer, ()) or _only_class(config)
-    if found is None or groups[found].weights is None:
-        raise ConfigError("is stored quantized, but no group of the config quantizes it")
-    return groups[found]
-
-
-def _only_class(config: QuantizationConfig) -> str | None:
-    """Return the group that all layers are in which no name and no pattern claims."""
-    plain = {
-        name: {t for t in scheme.targets if not t.startswith("re:") and "." not in t}
-        for name, scheme in config.config_groups.items()
-    }
-    named = {name: classes for name, classes in plain.items() if classes}
-    if len(named) > 1 or any(classes - {"Linear"} for classes in named.values()):
-        raise ConfigError(f"which of {sorted(named)} it is in depends on its class; pass the model")
-    return next(iter(named), None)
+        group = find_group(groups, (), layer, ()) or _find_only_class_group(config)
+    if group is None or groups[group].weights is None:
+        raise ConfigError("stored quantized, but no group of the config quantizes it")
+    return groups[group]
 
 
 def is_stored_dense(parts: Mapping[str, Tensor]) -> bool:
-    """Tell whether the weight of a layer is there dense, with the scales beside it."""
+    """Return True if the weight of a layer is stored dense, with its scales."""
     weight = parts.get("weight")
     return weight is not None and weight.is_floating_point() and weight.element_size() > 1
 
 
-def dense_weight(
+def decompress_weight(
     parts: Mapping[str, Tensor],
     scheme: QuantizationScheme,
     config: QuantizationConfig,
     module: nn.Module | None,
 ) -> Tensor:
-    """Return the weight of a layer from its parts, in the shape that its module wants."""
+    """Return the dense weight of a layer from its parts, in the shape of its module."""
     args = scheme.weights
-    assert args is not None, "a scheme was found because it has some"
+    assert args is not None, "find_scheme returns schemes with weights"
     if is_stored_dense(parts):
         return parts["weight"]
-    matrix = formats.find(format_of(scheme, config), version=config.version).decompress(parts, args)
+    matrix = formats.find(choose_format(scheme, config), version=config.version).decompress(
+        parts, args
+    )
     if module is None:
         return matrix
-    return weights_of(module)[0].shaped(matrix, _shape(module))
-
-
-def _shape(module: nn.Module) -> tuple[int, ...]:
     weight: Tensor = module.get_parameter("weight")
-    return tuple(weight.shape)
+    return list_weights(module)[0].from_matrix(matrix, weight.shape)
 
 
-def _load(model: nn.Module, rest: Mapping[str, Tensor], quantized: set[str]) -> None:
-    """Load what is not quantized, and raise if anything is missing or left over."""
+def _load_rest(model: nn.Module, rest: Mapping[str, Tensor], quantized: set[str]) -> None:
+    """Load unquantized tensors; raise `MismatchError` if any are missing or unexpected."""
     missing, unexpected = model.load_state_dict(rest, strict=False)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    there = {id(own[name]) for name in rest if name in own}
-    absent = [x for x in missing if x not in quantized and id(own.get(x)) not in there]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameters[name]) for name in rest if name in parameters}
+    absent = [x for x in missing if x not in quantized and id(parameters.get(x)) not in loaded]
     if absent or unexpected:
-        raise MismatchError(f"the tensors do not fit: missing {absent}, unexpected {unexpected}")
+        raise MismatchError(
+            f"the state dict does not fit the model: missing {absent}, unexpected {unexpected}"
+        )
+
+
+def _iterate_states(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantization]:
+    """Yield the states of all quantized layers; raise if one is not ready to be stored."""
+    found = False
+    for module in model.modules():
+        if (state := get_quantization(module)) is None:
+            continue
+        found = True
+        plan = state.plan
+        if state.status not in _READY:
+            raise StatusError(
+                f"{plan.name}: status is {state.status}, expected frozen; "
+                "call model.apply(freeze_module_quantization) first"
+            )
+        if plan.group not in config.config_groups and plan.group != KV_CACHE:
+            raise MismatchError(f"{plan.name}: its group {plan.group!r} is from another config")
+        yield state
+    if not found:
+        raise StatusError("the model is not quantized; call apply_quantization_config first")
+
+
+def _find_only_class_group(config: QuantizationConfig) -> str | None:
+    """Return the group of all layers that no name or pattern matches."""
+    class_targets = {
+        name: {t for t in scheme.targets if not t.startswith("re:") and "." not in t}
+        for name, scheme in config.config_groups.items()
+    }
+    by_class = {name: classes for name, classes in class_targets.items() if classes}
+    if len(by_class) > 1 or any(classes - {"Linear"} for classes in by_class.values()):
+        raise ConfigError(f"its group depends on its class ({sorted(by_class)}); pass the model")
+    return next(iter(by_class), None)
+
+
+def _export_experts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
+    """Return the stored tensors of stacked experts, for each layer of each expert."""
+    stored: dict[str, Tensor] = {}
+    args = state.plan.weight_args
+    for weight in state.plan.weights:
+        assert args is not None, "only layers with weight_args list weights"
+        format = formats.find(state.plan.format)
+        codes, params = format.parse(select_parts(weight, state.tensors()), args)
+        for layer, rows in _find_expert_rows(model, state, weight.parameter, codes.shape).items():
+            row_params = _select_rows(params, rows, codes.shape[-2], args)
+            parts = format.store(codes.flatten(0, 1)[rows], row_params, args)
+            stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
+    return stored
+
+
+def _find_expert_patterns(model: nn.Module, state: Quantization) -> dict[str, str]:
+    """Return a pattern for all layers of stacked experts, by the layer name in checkpoints."""
+    patterns: dict[str, str] = {}
+    for weight in state.plan.weights:
+        shape, _ = state.plan.dense[weight.parameter]
+        for layer in _find_expert_rows(model, state, weight.parameter, shape):
+            stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
+            patterns[layer] = f"re:{re.escape(stem)}\\..*"
+    return patterns
+
+
+def _list_routers(model: nn.Module) -> list[str]:
+    """Return the names in checkpoints of the layers that route tokens to experts.
+
+    transformers does not implement them as `Linear`, but vLLM does: the config must ignore them.
+    """
+    found = {
+        f"{name}.weight": torch.zeros(1, 1)
+        for name, module in model.named_modules()
+        if _ROUTER.search(type(module).__name__) and "weight" in dict(module.named_parameters())
+    }
+    return [name.removesuffix(".weight") for name in _convert_for_saving(model, found)]
+
+
+def _find_expert_rows(
+    model: nn.Module, state: Quantization, parameter: str, shape: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the rows of a stack that belong to each layer in a checkpoint, by its name.
+
+    transformers splits stacks when it saves. Applied to a stack of row numbers, the same conversion
+    reports which rows each layer consists of.
+    """
+    experts, rows = shape[:2]
+    numbers = torch.arange(experts * rows).view(experts, rows, 1)
+    name = f"{state.plan.name}.{parameter}"
+    converted = _convert_for_saving(model, {name: numbers.repeat(1, 1, 2)})
+    if name in converted:  # checkpoints of this model contain stacks as well
+        return {f"{state.plan.name}.{i}.{parameter}": numbers[i, :, 0] for i in range(experts)}
+    for x in converted.values():
+        if x.dim() != 2 or x.shape[1] != 2:
+            raise ConfigError(f"{name}: transposed in checkpoints; leave it unquantized")
+    return {layer.removesuffix(".weight"): x[:, 0] for layer, x in converted.items()}
+
+
+def _convert_for_saving(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return converted
+
+
+def _select_rows(params: Params, rows: Tensor, height: int, args: QuantizationArgs) -> Params:
+    """Return the params of some rows of a stack of matrices with `height` rows."""
+    first = int(rows[0])
+    if args.strategy is QuantizationStrategy.BLOCK:
+        step = (args.block_structure or (1, 1))[0]
+        if first % height % step or (len(rows) % step and (first + len(rows)) % height):
+            raise ConfigError(f"blocks of {step} rows do not divide the rows of a layer")
+        first_rows, down = rows[::step], params.scale.shape[-2]
+        index = first_rows // height * down + first_rows % height // step
+    elif args.strategy is QuantizationStrategy.TENSOR:
+        index = rows[:1] // height
+    else:
+        index = rows
+
+    def select(x: Tensor) -> Tensor:
+        selected = x.flatten(0, 1)[index]
+        return selected.flatten() if args.strategy is QuantizationStrategy.TENSOR else selected
+
+    global_scale = params.global_scale
+    return Params(
+        select(params.scale),
+        None if params.zero_point is None else select(params.zero_point),
+        None if global_scale is None else global_scale.flatten()[first // height].reshape(1),
+    )

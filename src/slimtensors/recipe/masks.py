@@ -296,10 +296,10 @@ def relative_magnitude(weight: Tensor) -> Tensor:
 
 
 def _find_zeros(structure: Structure, view: Weight, scores: Tensor, share: float) -> Tensor:
-    matrix = view.matrix(scores)
+    matrix = view.to_matrix(scores)
     experts = matrix if matrix.dim() == 3 else matrix[None]
     zeros = torch.stack([_find_matrix_zeros(structure, x, share) for x in experts])
-    return view.shaped(zeros.view_as(matrix), scores.shape)
+    return view.from_matrix(zeros.view_as(matrix), scores.shape)
 
 
 def _find_matrix_zeros(structure: Structure, scores: Tensor, share: float) -> Tensor:

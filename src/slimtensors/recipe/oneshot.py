@@ -16,8 +16,8 @@ from slimtensors.layerwise.allocation import unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.smoothing import find_norms
 from slimtensors.quantization import QuantizationConfig, plans
-from slimtensors.quantization.layers import classes_of
-from slimtensors.quantization.plans import is_target
+from slimtensors.quantization.layers import list_class_names
+from slimtensors.quantization.plans import matches_any
 from slimtensors.quantization.state import Report as QuantizationReport
 from slimtensors.recipe.calibration import Batch
 from slimtensors.recipe.modifiers import (
@@ -144,7 +144,7 @@ def config_for(model: nn.Module, modifier: QuantizationModifier) -> Quantization
     """Return the config of a modifier; `lm_head` is ignored only if the model has one."""
     config = modifier.config
     modules = model.named_modules()
-    if any(is_target([OUTPUT], name, classes_of(module)) for name, module in modules):
+    if any(matches_any([OUTPUT], name, list_class_names(module)) for name, module in modules):
         return config
     return replace(config, ignore=[name for name in config.ignore if name != OUTPUT])
 
@@ -245,7 +245,7 @@ def _smoothing_method(
     norms = _resolve_mappings(model, smoothing.mappings)
     if smoothing.ignore:
         norms = tuple(find_norms(model)) if norms is None else norms
-        norms = tuple(name for name in norms if not is_target(smoothing.ignore, name, ()))
+        norms = tuple(name for name in norms if not matches_any(smoothing.ignore, name, ()))
     return layerwise.SmoothQuant(smoothing.smoothing_strength, norms)
 
 
@@ -260,11 +260,11 @@ def _resolve_mappings(model: nn.Module, mappings: Sequence[NormMapping]) -> tupl
     modules = [name for name, _ in model.named_modules()]
     norms: list[str] = []
     for mapping in mappings:
-        matches = [name for name in all_norms if is_target([mapping.smooth_layer], name, ())]
+        matches = [name for name in all_norms if matches_any([mapping.smooth_layer], name, ())]
         if not matches:
             raise ConfigError(f"mappings: {mapping.smooth_layer!r} matches no norm of the model")
         for target in mapping.balance_layers:
-            if not any(is_target([target], name, ()) for name in modules):
+            if not any(matches_any([target], name, ()) for name in modules):
                 raise ConfigError(f"mappings: {target!r} matches no layer of the model")
         norms += matches
     return tuple(dict.fromkeys(norms))

@@ -14,7 +14,7 @@ from slimtensors.codecs.statistics import sparsity_of
 from slimtensors.layerwise.engine import evaluation_mode
 from slimtensors.layerwise.inputs import Layer, collect_layers, remove_padding
 from slimtensors.layerwise.report import LayerReport
-from slimtensors.quantization.state import parts_of, quantization_of
+from slimtensors.quantization.state import get_quantization, select_parts
 from slimtensors.recipe.calibration import Batch
 from slimtensors.tensor import Json, ceil_div, to_cpu
 
@@ -201,9 +201,9 @@ def _extract_outputs(result: Any) -> tuple[Tensor, bool]:
 def _measure_layer(layer: Layer, structure: str | None) -> LayerState:
     found = sparsity_of(to_cpu(layer.matrix))
     weight = layer.parameter
-    state = quantization_of(layer.module)
+    state = get_quantization(layer.module)
     dense_bits = 8.0 * weight.element_size()
-    if state is not None and (parts := parts_of(layer.weight, state.kept())):
+    if state is not None and (parts := select_parts(layer.weight, state.tensors())):
         bits = 8 * sum(x.nbytes for x in parts.values()) / weight.numel()
     else:
         bits = 1 + dense_bits * (1 - found.share) if found.share >= _SPARSE else dense_bits

@@ -17,8 +17,13 @@ from slimtensors.folder.config_json import read_config
 from slimtensors.folder.convert import COMPRESSED_TENSORS, quantization_of
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantization.plans import format_of
-from slimtensors.quantization.state_dict import dense_weight, key_of, scheme_of, stored_layers
+from slimtensors.quantization.plans import choose_format
+from slimtensors.quantization.state_dict import (
+    decompress_weight,
+    find_scheme,
+    find_stored_layers,
+    join_name,
+)
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, dtype_name
 
@@ -95,14 +100,14 @@ def _quantized(
     archive: Archive, own: Mapping[str, TensorSummary], config: QuantizationConfig
 ) -> ReportSource:
     """Return layers that compressed-tensors stores in parts as one tensor each."""
-    layers = stored_layers(own.keys())
+    layers = find_stored_layers(own.keys())
     tensors: dict[str, TensorHandle] = {}
     for name, stored in own.items():
         layer, _, suffix = name.rpartition(".")
         if suffix not in layers.get(layer, ()):
             tensors[name] = _held(archive, stored)
-        elif (weight := key_of(layer, "weight")) not in tensors:
-            parts = {part: own[key_of(layer, part)] for part in layers[layer]}
+        elif (weight := join_name(layer, "weight")) not in tensors:
+            parts = {part: own[join_name(layer, part)] for part in layers[layer]}
             tensors[weight] = _in_parts(archive, layer, parts, config)
     return ReportSource(archive.path, tensors, archive.tied())
 
@@ -111,22 +116,22 @@ def _in_parts(
     archive: Archive, layer: str, parts: Mapping[str, TensorSummary], config: QuantizationConfig
 ) -> TensorHandle:
     try:
-        scheme = scheme_of(layer, config, {})
-        form = format_of(scheme, config)
+        scheme = find_scheme(layer, config, {})
+        form = choose_format(scheme, config)
     except SlimError as error:
         raise type(error)(f"{archive.path}: {layer}: {error}") from error
     assert scheme.weights is not None, "a scheme was found because it has some"
 
     def load(each: Each) -> Tensor:
-        read = {suffix: archive.load_one(key_of(layer, suffix), each) for suffix in parts}
-        return dense_weight(read, scheme, config, None)
+        read = {suffix: archive.load_one(join_name(layer, suffix), each) for suffix in parts}
+        return decompress_weight(read, scheme, config, None)
 
     first = next(iter(parts.values()))
     sizes = {suffix: part.stored_bytes for suffix, part in parts.items()}
     return TensorHandle(
         replace(
             first,
-            name=key_of(layer, "weight"),
+            name=join_name(layer, "weight"),
             codec=form,
             stored_bytes=sum(sizes.values()),
             parts=sizes,

@@ -1,4 +1,4 @@
-"""Tensors that stay compressed while a model runs."""
+"""Tensor subclasses that stay compressed while a model runs, and their kernels."""
 
 from slimtensors.runtime.coded import CodedTensor, coded_weight, decode_ahead
 from slimtensors.runtime.compressed import CompressedTensor, rebuild

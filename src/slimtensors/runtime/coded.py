@@ -1,4 +1,7 @@
-"""Weights held entropy-coded: decoded when they are used, best ahead of it on another thread."""
+"""Weights that stay entropy-coded in memory and are decoded on use.
+
+`decode_ahead` decodes the next weight on another thread while the current one is used.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,23 +25,55 @@ from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.convert import Compression
 from slimtensors.tensor import Json, Parts, Spec, allocate, ceil_div, scratch
 
-_MOST_LEAVES = 16
-_RUN = 1 << 17
-"""Items that are decoded for one, at the least."""
+_MAX_LEAVES = 16
 
-_IN_CACHE = 2 << 20
-"""Bytes that a thread decodes at a time, to be used while they are in a cache."""
+_MIN_RANGE_ITEMS = 1 << 17
+"""Items that are decoded at least to read a single row."""
 
-_KEPT = 16 << 20
-"""Bytes of decoded rows whose memory is kept for the next product."""
+_PIECE_BYTES = 2 << 20
+"""Bytes that a thread decodes at a time; they are used while they are in a cache."""
 
-_AHEAD = 4 << 20
-"""Bytes that are decoded at a time on another thread, which must be worth waking it."""
+_MAX_SCRATCH_BYTES = 16 << 20
+"""Limit of decoded bytes whose memory is reused by the next product."""
+
+_PREFETCH_BYTES = 4 << 20
+"""Bytes that are decoded at a time on another thread; less is not worth waking it."""
+
+
+def coded_weight(preset: str | Plan = "lossless") -> Compression:
+    """Keep weights entropy-coded in memory, as a preset stores them.
+
+        quantize_(model, coded_weight())
+        decode_ahead(model.model.layers)
+
+    Weights that the preset cannot make smaller stay dense. Without `decode_ahead` every weight is
+    decoded when it is used, which is slow.
+    """
+    choose = presets.find(preset)
+
+    def compress(weight: Tensor) -> CompressedTensor:
+        x = weight.detach().cpu().contiguous()
+        choice = choose("weight", x)
+        plan = choice.plan if isinstance(choice, Choice) else choice
+        return CodedTensor.from_encoded(encode(plan or Plan(codecs.Dense()), x))
+
+    return compress
+
+
+def decode_ahead(blocks: Iterable[nn.Module]) -> "Prefetcher":
+    """Decode the next weight on another thread while one is used.
+
+    `blocks` are modules in the order in which they run. Call it after the weights are in place: it
+    does not apply to new ones, such as those of `model.to(…)`. Call `remove()` on the result to
+    stop.
+    """
+    weights = {w: None for block in blocks for w in block.parameters()}
+    return Prefetcher(w for w in weights if isinstance(w, CodedTensor))
 
 
 @dataclass(frozen=True)
 class CodedConfig:
-    """The tree of codecs, with a number for each plain tensor."""
+    """Tree of codecs, with an index for each plain tensor."""
 
     tree: Json
 
@@ -48,241 +83,245 @@ class CodedConfig:
 
 
 class CodedTensor(CompressedTensor):
-    """A tensor in the form that some plan gives it; lossless if the plan is."""
+    """A tensor encoded by a plan; lossless if the plan is."""
 
     kind = "coded"
-    part_names = tuple(f"leaf{i}" for i in range(_MOST_LEAVES))
+    part_names = tuple(f"leaf{i}" for i in range(_MAX_LEAVES))
     config: CodedConfig
-    _ahead: "Ahead | None" = None
-    _was_decoded = False
+    _prefetcher: "Prefetcher | None" = None
+    _is_verified = False
     """Whether the checksums of all rows have been compared."""
     _pieces: "tuple[object, list[_Piece]] | None" = None
-    """As it was last cut for a product, and how, once those checksums have been compared."""
+    """Settings and result of the last `_split`, once checksums have been compared."""
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
-        """Read the JSON form."""
+        """Parse the JSON form."""
         return CodedConfig(data["tree"])
 
     @classmethod
-    def of(cls, x: Encoded) -> Self:
-        """Hold what a plan made."""
+    def from_encoded(cls, x: Encoded) -> Self:
+        """Wrap the result of a plan."""
         leaves = [leaf for _, leaf in x.leaves()]
-        if not 0 < len(leaves) <= _MOST_LEAVES:
-            raise ConfigError(f"a plan of {len(leaves)} parts cannot be held in memory: {x.plan}")
-        numbers = iter(range(len(leaves)))
+        if not 0 < len(leaves) <= _MAX_LEAVES:
+            raise ConfigError(
+                f"plan {x.plan} has {len(leaves)} parts, expected 1 to {_MAX_LEAVES} for a tensor"
+                " in memory"
+            )
         parts = dict(zip(cls.part_names, leaves, strict=False))
-        return cls(parts, CodedConfig(_tree(x, numbers)), x.spec)
+        return cls(parts, CodedConfig(_describe_tree(x, iter(range(len(leaves))))), x.spec)
 
     def encoded(self) -> Encoded:
-        """Return what the plan made."""
+        """Return the result of the plan."""
         try:
-            return _encoded(self.config.tree, self.parts())
+            return _parse_tree(self.config.tree, self.parts())
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"not a tree of codecs: {error!r}") from error
+            raise CorruptFileError(f"invalid tree of codecs: {error!r}") from error
 
-    def dense(self) -> Tensor:
-        """Return an ordinary tensor with the same numbers."""
+    def decompress(self) -> Tensor:
+        """Return the dense tensor."""
         return decode(self.encoded()).to(self.device, self.dtype)
 
-    def forget(self) -> None:
-        """Compare checksums again, and look anew where rows lie."""
-        self._was_decoded, self._pieces = False, None
+    def invalidate(self) -> None:
+        """Compare checksums and find the pieces again."""
+        self._is_verified, self._pieces = False, None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by some rows after the other, which were decoded ahead or are now.
+        """Multiply by the rows piece by piece; pieces are prefetched, or decoded on demand.
 
-        Where torch has several threads, they decode together, and leave no core for another one.
+        With several torch threads no core is left for prefetching: all of them decode instead.
         """
         if self.device.type == "meta":
             return super().linear(x, bias)
         out = x.new_empty((*x.shape[:-1], self.shape[0]))
         threads = torch.get_num_threads()
-        ahead = self._ahead if threads == 1 else None
-        for rows, dense in ahead.decoded(self) if ahead else _decoded(self, threads):
+        prefetcher = self._prefetcher if threads == 1 else None
+        pieces = prefetcher.decode(self) if prefetcher else _decode_pieces(self, threads)
+        for rows, dense in pieces:
             out[..., rows] = functional.linear(x, dense, None if bias is None else bias[rows])
-        self._was_decoded = True
+        self._is_verified = True
         return out
 
-    def rows(self, index: slice | Tensor) -> Tensor:
-        """Return dense rows, decoding only the chunks of a few."""
-        held = self.encoded()
-        if isinstance(index, slice) or not isinstance(held.codec, codecs.RandomAccess):
+    def take_rows(self, index: slice | Tensor) -> Tensor:
+        """Return dense rows; for a few rows, only their chunks are decoded."""
+        encoded = self.encoded()
+        if isinstance(index, slice) or not isinstance(encoded.codec, codecs.RandomAccess):
             return self.dequantize()[index]
-        found, places = torch.unique(index, return_inverse=True)
-        if len(found) * _RUN > self.numel():
+        unique, inverse = torch.unique(index, return_inverse=True)
+        if len(unique) * _MIN_RANGE_ITEMS > self.numel():
             return self.dequantize()[index]
-        width, parts = self.shape[-1], decode_parts(held)
-        runs = [(row * width, (row + 1) * width) for row in found.tolist()]
-        some = [held.codec.decode_range(parts, held.spec, *run) for run in runs]
-        return torch.stack(some)[places].to(self.device, self.dtype)
+        width, parts = self.shape[-1], decode_parts(encoded)
+        ranges = [(row * width, (row + 1) * width) for row in unique.tolist()]
+        rows = [encoded.codec.decode_range(parts, encoded.spec, *run) for run in ranges]
+        return torch.stack(rows)[inverse].to(self.device, self.dtype)
 
     def describe(self) -> str:
-        """Say in a few words how the numbers are held."""
+        """Return a short description of the encoding."""
         return str(self.encoded().plan)
 
 
-def coded_weight(preset: str | Plan = "lossless") -> Compression:
-    """Hold weights as a preset would store them; those that it does not make smaller as they are.
+class Prefetcher:
+    """Decodes each piece of some weights while the previous one is used.
 
-    `quantize_(model, coded_weight())` needs `decode_ahead(blocks)` to be fast.
+    At most two pieces are dense at a time.
     """
-    choose = presets.find(preset)
-
-    def compress(weight: Tensor) -> CompressedTensor:
-        x = weight.detach().cpu().contiguous()
-        choice = choose("weight", x)
-        plan = choice.plan if isinstance(choice, Choice) else choice
-        return CodedTensor.of(encode(plan or Plan(codecs.Dense()), x))
-
-    return compress
-
-
-class Ahead:
-    """Decodes each piece of some weights while the one before it is used: two are dense at most."""
 
     def __init__(self, weights: Iterable[CodedTensor]) -> None:
-        """Expect the weights in this order; if others come, they are decoded when they do."""
+        """Expect `weights` in this order; in any other they are decoded on demand."""
         self._weights = list(weights)
-        self._following = {id(one): other for one, other in pairwise(self._weights)}
-        self._started: tuple[CodedTensor, Future[_Begun]] | None = None
-        self._room: list[Tensor] = []
+        self._next = {id(one): other for one, other in pairwise(self._weights)}
+        self._started: tuple[CodedTensor, Future[_Prefetched]] | None = None
+        self._free_buffers: list[Tensor] = []
         self._lock = Lock()
-        self._pool = ThreadPoolExecutor(1, "slimtensors-ahead")
+        self._pool = ThreadPoolExecutor(1, "slimtensors-prefetch")
         for weight in self._weights:
-            weight._ahead = self
+            weight._prefetcher = self
 
     def remove(self) -> None:
-        """Decode each weight only when it is used."""
+        """Stop prefetching: each weight is decoded when it is used."""
         for weight in self._weights:
-            weight._ahead = None
+            weight._prefetcher = None
         self._pool.shutdown()
 
-    def decoded(self, weight: CodedTensor) -> Iterator[tuple[slice, Tensor]]:
-        """Give some dense rows after the other, not to be kept, and decode the next meanwhile."""
+    def decode(self, weight: CodedTensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield dense rows piece by piece, decoding the next piece meanwhile.
+
+        A piece is valid only until the next one is requested.
+        """
         with self._lock:
             started, self._started = self._started, None
-        begun = started[1].result() if started and started[0] is weight else self._begin(weight)
-        mine = begun.first
-        for piece, next_piece in pairwise([*begun.pieces, None]):
+        if started is not None and started[0] is weight:
+            prefetched = started[1].result()
+        else:
+            prefetched = self._start(weight)
+        current = prefetched.first
+        for piece, next_piece in pairwise([*prefetched.pieces, None]):
             assert piece is not None
-            soon = None if next_piece is None else self._pool.submit(self._decode, next_piece)
-            if soon is None:
-                self._start_following(weight)
+            future = None if next_piece is None else self._pool.submit(self._decode, next_piece)
+            if future is None:
+                self._start_next(weight)
             try:
-                yield piece.rows, mine.dense
+                yield piece.rows, current.dense
             finally:
-                self._room.append(mine.room)
-            if soon is not None:
-                mine = soon.result()
-        if id(weight) not in self._following:
-            self._room.clear()
+                self._free_buffers.append(current.buffer)
+            if future is not None:
+                current = future.result()
+        if id(weight) not in self._next:
+            self._free_buffers.clear()
 
-    def _start_following(self, weight: CodedTensor) -> None:
-        following = self._following.get(id(weight))
+    def _start_next(self, weight: CodedTensor) -> None:
+        following = self._next.get(id(weight))
         if following is not None:
             with self._lock:
-                self._started = following, self._pool.submit(self._begin, following)
+                self._started = following, self._pool.submit(self._start, following)
 
-    def _begin(self, weight: CodedTensor) -> "_Begun":
-        pieces = _cut(weight, _AHEAD)
-        return _Begun(pieces, self._decode(pieces[0]))
+    def _start(self, weight: CodedTensor) -> "_Prefetched":
+        pieces = _split(weight, _PREFETCH_BYTES)
+        return _Prefetched(pieces, self._decode(pieces[0]))
 
-    def _decode(self, piece: "_Piece") -> "_Decoded":
-        room = self._find_room(piece.held.spec.nbytes)
-        return _Decoded(room, piece.decode(room))
+    def _decode(self, piece: "_Piece") -> "_DecodedPiece":
+        buffer = self._find_buffer(piece.encoded.spec.nbytes)
+        return _DecodedPiece(buffer, piece.decode(buffer))
 
-    def _find_room(self, nbytes: int) -> Tensor:
-        """Take memory that another piece has left; what is too small is given back."""
+    def _find_buffer(self, nbytes: int) -> Tensor:
+        """Return a free buffer, or a new one if it is too small."""
         try:
-            room = self._room.pop()
+            buffer = self._free_buffers.pop()
         except IndexError:
-            room = torch.empty(0, dtype=torch.uint8)
-        return room if room.nbytes >= nbytes else allocate(Spec(torch.uint8, (nbytes,)))
+            buffer = torch.empty(0, dtype=torch.uint8)
+        return buffer if buffer.nbytes >= nbytes else allocate(Spec(torch.uint8, (nbytes,)))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of a weight, and what they are when they are dense."""
+    """Some rows of a weight, encoded."""
 
-    held: Encoded
+    encoded: Encoded
     rows: slice
     device: torch.device
     dtype: torch.dtype
-    again: codecs.Huffman | None
-    """What decodes the rows without comparing checksums, if that was done before."""
+    unchecked: codecs.Huffman | None
+    """Codec that decodes the rows without comparing checksums, if they were compared before."""
 
-    def decode(self, room: Tensor, threads: int = 1) -> Tensor:
-        """Return the rows, in this memory if their codec can do that."""
-        spec = self.held.spec
-        out = room[: spec.nbytes].view(spec.dtype).view(spec.shape)
-        if self.again is None:
-            return decode_into(self.held, out).to(self.device, self.dtype)
-        self.again.decode_unchecked(decode_parts(self.held), out, threads)
+    def decode(self, buffer: Tensor, threads: int = 1) -> Tensor:
+        """Return the rows, decoded into `buffer` if the codec supports that."""
+        spec = self.encoded.spec
+        out = buffer[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        if self.unchecked is None:
+            return decode_into(self.encoded, out).to(self.device, self.dtype)
+        self.unchecked.decode_unchecked(decode_parts(self.encoded), out, threads)
         return out.to(self.device, self.dtype)
 
 
 @dataclass(frozen=True)
-class _Decoded:
-    room: Tensor
+class _DecodedPiece:
+    buffer: Tensor
     dense: Tensor
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _Prefetched:
+    """Pieces of a weight, of which the first is decoded."""
+
     pieces: list[_Piece]
-    first: _Decoded
+    first: _DecodedPiece
 
 
-def _decoded(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]]:
-    """Give some dense rows after the other, all of them in the same memory."""
-    pieces = _cut(weight, _IN_CACHE * threads)
-    need = pieces[0].held.spec.nbytes
-    room = scratch(need) if need <= _KEPT else allocate(Spec(torch.uint8, (need,)))
-    return ((piece.rows, piece.decode(room, threads)) for piece in pieces)
+def _decode_pieces(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield dense rows piece by piece, all in the same memory."""
+    pieces = _split(weight, _PIECE_BYTES * threads)
+    nbytes = pieces[0].encoded.spec.nbytes
+    reuse = nbytes <= _MAX_SCRATCH_BYTES
+    buffer = scratch(nbytes) if reuse else allocate(Spec(torch.uint8, (nbytes,)))
+    return ((piece.rows, piece.decode(buffer, threads)) for piece in pieces)
 
 
-def _cut(weight: CodedTensor, nbytes: int) -> list[_Piece]:
-    """Return pieces of about so many bytes; one if products by pieces might not be exact."""
-    how, kept, was_decoded = (nbytes, torch.get_num_threads()), weight._pieces, weight._was_decoded
-    if kept is not None and kept[0] == how:
-        return kept[1]
-    pieces = _cut_anew(weight, nbytes, was_decoded=was_decoded)
-    if was_decoded:
-        weight._pieces = how, pieces
+def _split(weight: CodedTensor, nbytes: int) -> list[_Piece]:
+    """Return pieces of about `nbytes`; a single one if products by pieces might not be exact."""
+    settings = nbytes, torch.get_num_threads()
+    cached, is_verified = weight._pieces, weight._is_verified
+    if cached is not None and cached[0] == settings:
+        return cached[1]
+    pieces = _find_pieces(weight, nbytes, is_verified=is_verified)
+    if is_verified:
+        weight._pieces = settings, pieces
     return pieces
 
 
-def _cut_anew(weight: CodedTensor, nbytes: int, *, was_decoded: bool) -> list[_Piece]:
-    held = weight.encoded()
-    codec, spec = held.codec, held.spec
+def _find_pieces(weight: CodedTensor, nbytes: int, *, is_verified: bool) -> list[_Piece]:
+    encoded = weight.encoded()
+    codec, spec = encoded.codec, encoded.spec
     count, columns = spec.shape
-    parts: Sequence[Mapping[str, Tensor | Encoded]] = [held.parts]
-    every = max(count, 1)
-    again = None
+    parts: Sequence[Mapping[str, Tensor | Encoded]] = [encoded.parts]
+    height = max(count, 1)
+    unchecked = None
     if isinstance(codec, codecs.Huffman) and spec.numel and weight.device.type == "cpu":
         step = codec.step(spec)
         least = step // gcd(step, columns)  # rows that are whole chunks
-        some = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
+        rows_per_piece = least * max(1, nbytes // (least * columns * spec.dtype.itemsize))
         threads = torch.get_num_threads()
-        if some < count and _rows_stand_alone(weight.dtype, some, columns, threads):
-            every = some
-        parts = codec.split_parts(decode_parts(held), spec, ceil_div(every * columns, step) * step)
-        again = codec if was_decoded else None
+        if rows_per_piece < count and _are_partial_products_exact(
+            weight.dtype, rows_per_piece, columns, threads
+        ):
+            height = rows_per_piece
+        parts = codec.split_parts(
+            decode_parts(encoded), spec, ceil_div(height * columns, step) * step
+        )
+        unchecked = codec if is_verified else None
     pieces = []
-    for first, held_rows in zip(range(0, max(count, 1), every), parts, strict=True):
-        rows = slice(first, min(first + every, count))
-        piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), held_rows)
-        pieces.append(_Piece(piece, rows, weight.device, weight.dtype, again))
+    for first, part in zip(range(0, max(count, 1), height), parts, strict=True):
+        rows = slice(first, min(first + height, count))
+        piece = Encoded(codec, Spec(spec.dtype, (rows.stop - first, columns)), part)
+        pieces.append(_Piece(piece, rows, weight.device, weight.dtype, unchecked))
     return pieces
 
 
 @cache
-def _rows_stand_alone(dtype: torch.dtype, rows: int, columns: int, threads: int) -> bool:
-    """Try whether products by so many rows of a weight have the bits of one by all its rows.
+def _are_partial_products_exact(dtype: torch.dtype, rows: int, columns: int, threads: int) -> bool:
+    """Return True if products by so many rows of a weight equal those by all rows, bit by bit.
 
-    torch adds up 16-bit numbers in the order of columns, however many rows there are; float32 not.
-    What it does may depend on its threads: each number of them is tried.
+    torch adds 16-bit products in the order of columns for any number of rows, but not float32. The
+    order may depend on the number of threads, so each number is tested.
     """
     if dtype.itemsize != 2:
         return False
@@ -290,33 +329,24 @@ def _rows_stand_alone(dtype: torch.dtype, rows: int, columns: int, threads: int)
     weight = torch.randn(2 * rows + rows // 3, columns, generator=random, dtype=dtype)
     for count in (1, 5, 32):
         x = torch.randn(count, columns, generator=random, dtype=dtype)
-        some = [functional.linear(x, part) for part in torch.split(weight, rows)]
-        if not torch.equal(torch.cat(some, 1), functional.linear(x, weight)):
+        products = [functional.linear(x, part) for part in torch.split(weight, rows)]
+        if not torch.equal(torch.cat(products, 1), functional.linear(x, weight)):
             return False
     return True
 
 
-def decode_ahead(blocks: Iterable[nn.Module]) -> Ahead:
-    """While a weight is used on one thread, decode the next one on another.
-
-    `blocks` are modules in the order in which they run. Call it when the weights are in place: new
-    ones, as `model.to(…)` makes, are not known to it. `remove()` of what it returns ends it.
-    """
-    weights = {w: None for block in blocks for w in block.parameters()}
-    return Ahead(w for w in weights if isinstance(w, CodedTensor))
-
-
-def _tree(x: Encoded, numbers: Iterable[int]) -> Json:
+def _describe_tree(x: Encoded, indices: Iterator[int]) -> Json:
+    """Return the JSON form of the codecs, with an index for each plain part."""
     parts = {
-        name: _tree(part, numbers) if isinstance(part, Encoded) else next(iter(numbers))
+        name: _describe_tree(part, indices) if isinstance(part, Encoded) else next(indices)
         for name, part in x.parts.items()
     }
     return {**x.spec.to_json(), "codec": codecs.to_json(x.codec), "parts": parts}
 
 
-def _encoded(tree: Json, leaves: Parts) -> Encoded:
+def _parse_tree(tree: Json, leaves: Parts) -> Encoded:
     parts = {
-        name: _encoded(part, leaves) if isinstance(part, dict) else leaves[f"leaf{part}"]
+        name: _parse_tree(part, leaves) if isinstance(part, dict) else leaves[f"leaf{part}"]
         for name, part in tree["parts"].items()
     }
     return Encoded(codecs.from_json(tree["codec"]), Spec.from_json(tree), parts)

@@ -1,8 +1,8 @@
-"""Tensors that stay compressed while a model runs: what all kinds of them share.
+"""Base class of tensors that stay compressed while a model runs.
 
-A compressed tensor looks like a dense one of its shape and dtype. It holds plain tensors, its
-parts, and a form that says in JSON how they make up the numbers. Parts lie as they do in files;
-nothing here depends on the machine, so whatever is stored runs anywhere.
+A compressed tensor has the shape and dtype of the dense one. It consists of plain tensors, its
+parts, and a form: a JSON description of how to decompress them. Parts have the layout of files,
+which does not depend on the machine.
 """
 
 import json
@@ -23,87 +23,87 @@ from slimtensors.errors import (
 from slimtensors.tensor import Json, Spec, bitwise_equal
 
 VERSION = 1
-"""Of what `rebuild` reads, and so of compressed tensors inside files of `torch.save`."""
+"""Version of the form, which is also inside files of `torch.save`."""
 
 _kinds: dict[str, type["CompressedTensor"]] = {}
 
 
 class Config(Protocol):
-    """How parts make up numbers, where the parts alone do not say it."""
+    """Configuration that is needed to decompress parts."""
 
     def to_json(self) -> Json:
-        """Return the JSON form, from which `CompressedTensor.parse_config` reads it."""
+        """Return the JSON form, which `CompressedTensor.parse_config` parses."""
         ...
 
 
 @dataclass(frozen=True)
 class NoConfig:
-    """Nothing: the parts say it all."""
+    """Empty configuration, for tensors that need only their parts."""
 
     def to_json(self) -> Json:
-        """Return an empty table."""
+        """Return an empty object."""
         return {}
 
 
 class CompressedTensor(Tensor):
-    """A tensor held in parts. It has no gradient: `requires_grad` stays false."""
+    """A tensor stored as compressed parts. It has no gradient: `requires_grad` stays False."""
 
     kind: ClassVar[str]
-    """What forms call it."""
+    """Name in forms."""
     part_names: ClassVar[tuple[str, ...]]
-    """The attributes that hold tensors; any but the first may be none."""
+    """Attributes that are parts; all but the first may be None."""
     config: Any
-    """How the parts make up the numbers: a frozen `Config`."""
+    """A frozen `Config`."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.kind] = cls
 
     def __new__(cls, parts: Mapping[str, Tensor], config: Config, spec: Spec) -> Self:
-        """Hold `parts`, which are not copied."""
+        """Wrap `parts` without copying them."""
         device = parts[cls.part_names[0]].device
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=False
         )
         for name in cls.part_names:
-            setattr(made, name, parts.get(name))
-        made.config = config
-        return made
+            setattr(wrapper, name, parts.get(name))
+        wrapper.config = config
+        return wrapper
 
     @classmethod
     def parse_config(cls, data: Json) -> Config:
-        """Read the JSON form of a config."""
+        """Parse the JSON form of a config."""
         return NoConfig()
 
-    def dense(self) -> Tensor:
-        """Do what `dequantize` does, with parts that hold data."""
+    def decompress(self) -> Tensor:
+        """Implement `dequantize` for parts that have data."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:
-        """Return an ordinary tensor with the same numbers."""
+        """Return the dense tensor."""
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return _dequantize_op(*self._traced()) if self._is_traced() else self.dense()
+        return _dequantize_op(*self._traced_arguments()) if self._is_traced() else self.decompress()
 
     def check(self) -> None:
-        """Raise `CorruptFileError` if parts that come from a file do not fit together."""
+        """Raise `CorruptFileError` if parts that were read from a file do not fit together."""
 
-    def forget(self) -> None:
-        """Take nothing for granted that was known of the parts: others have been copied there."""
+    def invalidate(self) -> None:
+        """Drop everything cached about the parts, whose data has been replaced."""
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what `F.linear` returns, by the fastest kernel there is."""
+        """Return the result of `F.linear`, by the fastest available kernel."""
         return functional.linear(x, self.dequantize(), bias)
 
-    def rows(self, index: slice | Tensor) -> Tensor:
-        """Return some rows: compressed ones of a slice, dense ones of a list of indices."""
+    def take_rows(self, index: slice | Tensor) -> Tensor:
+        """Return rows: compressed for a slice, dense for a tensor of indices."""
         return self.dequantize()[index]
 
-    def at(self, index: int) -> Tensor:
+    def take_row(self, index: int) -> Tensor:
         """Return one row."""
-        return self.rows(torch.tensor([index], device=self.device))[0]
+        return self.take_rows(torch.tensor([index], device=self.device))[0]
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the tensors that are held, by name."""
+        """Return the parts that are set, by name."""
         return {name: x for name in self.part_names if (x := getattr(self, name)) is not None}
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +115,7 @@ class CompressedTensor(Tensor):
                 yield name, part
 
     def form(self) -> Json:
-        """Return all but the data; `rebuild` makes the tensor from it and the leaves."""
+        """Return the JSON description; `rebuild` restores the tensor from it and the leaves."""
         inner = {k: p.form() for k, p in self.parts().items() if isinstance(p, CompressedTensor)}
         return {
             "version": VERSION,
@@ -125,27 +125,31 @@ class CompressedTensor(Tensor):
             **({"inner": inner} if inner else {}),
         }
 
-    def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """Return the same tensor with every leaf changed, looking like one of `dtype`."""
+    def map_leaves(
+        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> Self:
+        """Return the tensor with `function` applied to every leaf, and another outer dtype."""
         parts = {
-            name: part.changed(change) if isinstance(part, CompressedTensor) else change(part)
+            name: part.map_leaves(function)
+            if isinstance(part, CompressedTensor)
+            else function(part)
             for name, part in self.parts().items()
         }
         return type(self)(parts, self.config, Spec(dtype or self.dtype, tuple(self.shape)))
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """Return the same numbers, rounded to `dtype` when they are used or right away."""
-        return self.changed(lambda x: x, dtype)
+        """Return the tensor as `dtype`; values are rounded now or when they are used."""
+        return self.map_leaves(lambda x: x, dtype)
 
     def _is_traced(self) -> bool:
-        """Tell whether only shapes are asked for, by a compiler or in a mode of fake tensors."""
+        """Return True under a compiler or in a fake tensor mode, where only shapes matter."""
         first: Tensor = self
         while isinstance(first, CompressedTensor):
             first = getattr(first, first.part_names[0])
         return torch.compiler.is_compiling() or type(first) is not Tensor or _are_results_fake()
 
-    def _traced(self) -> tuple[str, list[Tensor]]:
-        """Return what operations that compilers do not look into take for this tensor."""
+    def _traced_arguments(self) -> tuple[str, list[Tensor]]:
+        """Return the arguments that represent this tensor in custom operators."""
         names, leaves = zip(*self.leaves(), strict=True)
         return json.dumps([self.form(), names]), list(leaves)
 
@@ -155,7 +159,7 @@ class CompressedTensor(Tensor):
         return f"{type(self).__name__}({self.describe()}, shape={shape}, {like}, {size} bytes)"
 
     def describe(self) -> str:
-        """Say in a few words how the numbers are held."""
+        """Return a short description of the encoding."""
         return self.kind
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
@@ -164,7 +168,7 @@ class CompressedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            copied: Tensor = self.changed(torch.clone)
+            copied: Tensor = self.map_leaves(torch.clone)
             if isinstance(self, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=False)
             memo[id(self)] = copied
@@ -189,7 +193,7 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _KEEPING_GRADIENTS_OFF:
+        if func in _GRADIENT_SETTERS:
             return args[0] if func is Tensor.requires_grad_ else None
         run = _FUNCTIONS.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
@@ -204,55 +208,59 @@ class CompressedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         run = _OPERATIONS.get(func)
-        answer = NotImplemented if run is None else run(*args, **(kwargs or {}))
-        if answer is NotImplemented:
-            held = next((type(x).__name__ for x in args if isinstance(x, cls)), cls.__name__)
+        result = NotImplemented if run is None else run(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            name = next((type(x).__name__ for x in args if isinstance(x, cls)), cls.__name__)
             raise UnsupportedOperationError(
-                f"{func} does not work on a {held}; use its dequantize() for an ordinary tensor"
+                f"{func} is not supported by {name}; call dequantize() for a dense tensor"
             )
-        return answer
+        return result
 
 
-_KEEPING_GRADIENTS_OFF = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""`load_state_dict(assign=True)` asks for the gradients of what was there; codes have none."""
+_GRADIENT_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+"""Ignored functions: `load_state_dict(assign=True)` copies `requires_grad`; codes have none."""
 
 
 def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> Tensor:
     """Return the compressed tensor that `form` and `leaves` describe."""
-    built = _rebuilt(json.loads(form), leaves, "")
-    built.check()
-    return nn.Parameter(built, requires_grad=False) if is_param else built
+    x = _rebuild(json.loads(form), leaves, "")
+    x.check()
+    return nn.Parameter(x, requires_grad=False) if is_param else x
 
 
-def _rebuilt(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> CompressedTensor:
+def _rebuild(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> CompressedTensor:
     if form["version"] > VERSION:
         raise UnsupportedVersionError(
-            f"a compressed tensor of version {form['version']}, this library knows up to {VERSION};"
+            f"compressed tensor has version {form['version']}, supported up to {VERSION};"
             " upgrade slimtensors"
         )
     if form["kind"] not in _kinds:
-        raise FormatError(f"there are no compressed tensors of kind {form['kind']!r}")
+        raise FormatError(f"unknown kind of compressed tensor {form['kind']!r}")
     cls = _kinds[form["kind"]]
     inner = form.get("inner", {})
     parts: dict[str, Tensor] = {}
     for name in cls.part_names:
         if name in inner:
-            parts[name] = _rebuilt(inner[name], leaves, f"{prefix}{name}.")
+            parts[name] = _rebuild(inner[name], leaves, f"{prefix}{name}.")
         elif prefix + name in leaves:
             parts[name] = leaves[prefix + name]
     return cls(parts, cls.parse_config(form["config"]), Spec.from_json(form))
 
 
-rebuild.__module__ = "slimtensors.tensors.compressed"  # as pickled by torch.save; never changes
+rebuild.__module__ = "slimtensors.tensors.compressed"  # in files of torch.save; never changes
 torch.serialization.add_safe_globals([rebuild])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a compressed weight, as `F.linear` does by a dense one."""
+    """Implement `F.linear` for a compressed weight."""
     if not isinstance(weight, CompressedTensor):
-        raise UnsupportedOperationError("F.linear takes compressed weights, not inputs or biases")
+        raise UnsupportedOperationError(
+            "F.linear supports compressed weights, not compressed inputs or biases"
+        )
     if x.shape[-1:] != weight.shape[1:]:
-        raise ConfigError(f"an input of shape {tuple(x.shape)} for weights {tuple(weight.shape)}")
+        raise ConfigError(
+            f"input of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}"
+        )
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -260,10 +268,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = None if bias is None else bias.to(dtype)
     if x.dtype is not weight.dtype:
         raise ConfigError(
-            f"an input of {x.dtype} for a weight of {weight.dtype}; convert one: weight.to(x.dtype)"
+            f"input is {x.dtype}, but the weight is {weight.dtype}; convert one: weight.to(x.dtype)"
         )
     if weight._is_traced():
-        out: Tensor = _linear_op(x, *weight._traced())
+        out: Tensor = _linear_op(x, *weight._traced_arguments())
         return out if bias is None else out + bias
     if torch.is_grad_enabled() and x.requires_grad:
         return functional.linear(x, weight.dequantize(), bias)
@@ -271,13 +279,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _are_results_fake() -> bool:
-    """Tell whether tensors that are made now have no memory, though ours may have."""
+    """Return True if new tensors are fake, even though ours may be real."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def _untraced(form: str, leaves: list[Tensor]) -> CompressedTensor:
-    described, names = json.loads(form)
-    return _rebuilt(described, dict(zip(names, leaves, strict=True)), "")
+def _rebuild_traced(form: str, leaves: list[Tensor]) -> CompressedTensor:
+    description, names = json.loads(form)
+    return _rebuild(description, dict(zip(names, leaves, strict=True)), "")
 
 
 def _traced_spec(form: str) -> Spec:
@@ -286,8 +294,8 @@ def _traced_spec(form: str) -> Spec:
 
 @torch.library.custom_op("slimtensors::linear", mutates_args=())
 def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    """Let compilers see one operation where there are many ways to do it."""
-    return _untraced(form, leaves).linear(x, None)
+    """Represent all kernels as one operator for compilers."""
+    return _rebuild_traced(form, leaves).linear(x, None)
 
 
 @_linear_op.register_fake
@@ -297,7 +305,7 @@ def _(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("slimtensors::rows", mutates_args=())
 def _rows_op(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    return _untraced(form, leaves).rows(index)
+    return _rebuild_traced(form, leaves).take_rows(index)
 
 
 @_rows_op.register_fake
@@ -308,7 +316,7 @@ def _(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("slimtensors::dequantize", mutates_args=())
 def _dequantize_op(form: str, leaves: list[Tensor]) -> Tensor:
-    return _untraced(form, leaves).dense()
+    return _rebuild_traced(form, leaves).decompress()
 
 
 @_dequantize_op.register_fake
@@ -328,7 +336,7 @@ def _to_copy(
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented  # type: ignore[no-any-return]
     out = x.cast(dtype or x.dtype)
-    return out.changed(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
+    return out.map_leaves(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
 
 
 def _slice(
@@ -338,15 +346,15 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Tensor:
-    return x.rows(slice(start, end, step)) if dim == 0 else NotImplemented
+    return x.take_rows(slice(start, end, step)) if dim == 0 else NotImplemented
 
 
 def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
-    return x.at(index) if dim == 0 else NotImplemented
+    return x.take_row(index) if dim == 0 else NotImplemented
 
 
 def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
-    return [x.at(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
+    return [x.take_row(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
 
 
 def _embedding(
@@ -357,8 +365,11 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     flat = indices.reshape(-1)
-    found = _rows_op(flat, *weight._traced()) if weight._is_traced() else weight.rows(flat)
-    return found.view(*indices.shape, weight.shape[-1])
+    if weight._is_traced():
+        rows: Tensor = _rows_op(flat, *weight._traced_arguments())
+    else:
+        rows = weight.take_rows(flat)
+    return rows.view(*indices.shape, weight.shape[-1])
 
 
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -366,9 +377,9 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return to.copy_(source.dequantize(), non_blocking)
     if not isinstance(source, CompressedTensor) or (to.form() != source.form()):
         return NotImplemented  # type: ignore[no-any-return]
-    for (_, mine), (_, given) in zip(to.leaves(), source.leaves(), strict=True):
-        mine.copy_(given, non_blocking)
-    to.forget()
+    for (_, leaf), (_, source_leaf) in zip(to.leaves(), source.leaves(), strict=True):
+        leaf.copy_(source_leaf, non_blocking)
+    to.invalidate()
     return to
 
 
@@ -390,13 +401,13 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.share_memory_: _share_memory,
     Tensor.is_shared: lambda x: all(leaf.is_shared() for _, leaf in x.leaves()),
 }
-"""What would not come down to operations, or would end the process."""
+"""Functions that never reach `__torch_dispatch__`, or would crash there."""
 
 _aten = torch.ops.aten
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: lambda x: x.changed(torch.detach),
-    _aten.alias.default: lambda x: x.changed(lambda part: part),
-    _aten.clone.default: lambda x, **layout: x.changed(torch.clone),
+    _aten.detach.default: lambda x: x.map_leaves(torch.detach),
+    _aten.alias.default: lambda x: x.map_leaves(lambda part: part),
+    _aten.clone.default: lambda x, **layout: x.map_leaves(torch.clone),
     _aten.contiguous.default: lambda x, **layout: x,
     _aten._to_copy.default: _to_copy,
     _aten.slice.Tensor: _slice,

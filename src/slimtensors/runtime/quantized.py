@@ -1,4 +1,4 @@
-"""Weights held as codes and scales."""
+"""Weights that stay quantized in memory, as codes and scales."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ _KINDS: dict[torch.dtype, Kind] = {
     torch.uint8: "fp4",
     torch.float8_e4m3fn: "fp8",
 }
-_PIECE = 4 << 20
-"""Bytes of dequantized weights that are used while they are in a cache."""
+_PIECE_BYTES = 4 << 20
+"""Bytes of weights that are dequantized at a time, to stay in a cache."""
 
 _BY_ROW = (
     QuantizationStrategy.CHANNEL,
@@ -35,11 +35,11 @@ _BY_ROW = (
 
 @dataclass(frozen=True)
 class QuantizedConfig:
-    """How the codes of a weight were made, and whether inputs are quantized too."""
+    """Quantization arguments of a weight, and of its inputs if they are quantized."""
 
     args: QuantizationArgs
     inputs: QuantizationArgs | None = None
-    """How inputs are quantized while the model runs; none if they are not."""
+    """Arguments of inputs, which are quantized at run time; None if they are not."""
 
     def to_json(self) -> Json:
         """Return the JSON form."""
@@ -48,10 +48,10 @@ class QuantizedConfig:
 
 
 class QuantizedTensor(CompressedTensor):
-    """A weight as codes and scales, as files hold them.
+    """A weight as codes and scales, in the layout of files.
 
-    `codes` is int8, float8, two 4-bit floats a byte, or integers of a few bits packed into words;
-    int8 codes may themselves be held sparse.
+    `codes` is int8, float8, two 4-bit floats per byte, or integers of a few bits packed into words;
+    int8 codes may be a sparse tensor.
     """
 
     kind = "quantized"
@@ -66,7 +66,7 @@ class QuantizedTensor(CompressedTensor):
 
     @classmethod
     def parse_config(cls, data: Json) -> QuantizedConfig:
-        """Read the JSON form."""
+        """Parse the JSON form."""
         inputs = data.get("inputs")
         return QuantizedConfig(
             QuantizationArgs.from_dict(data["args"]),
@@ -74,7 +74,7 @@ class QuantizedTensor(CompressedTensor):
         )
 
     @classmethod
-    def of(
+    def from_codes(
         cls,
         codes: Tensor,
         params: Params,
@@ -83,51 +83,52 @@ class QuantizedTensor(CompressedTensor):
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> "QuantizedTensor":
-        """Hold codes as they are stored, and the params that turn them into numbers."""
+        """Wrap stored codes and their params."""
         parts = {name: getattr(params, name) for name in cls.part_names[1:]}
-        held = {name: part for name, part in parts.items() if part is not None}
-        return cls({"codes": codes, **held}, config, Spec(dtype, shape))
+        present = {name: part for name, part in parts.items() if part is not None}
+        return cls({"codes": codes, **present}, config, Spec(dtype, shape))
 
     @classmethod
     def quantize(cls, weight: Tensor, config: QuantizedConfig) -> "QuantizedTensor":
-        """Round a dense weight to codes."""
+        """Quantize a dense weight."""
         weight = weight.detach()
         args = config.args
         params = affine.find_params(weight, args)
-        codes = kernels.compress(weight, params, args, kind_for(args))
+        codes = kernels.compress(weight, params, args, choose_kind(args))
         if params.zero_point is not None:
-            # As exact as integers, and what kernels take.
+            # Exact, and the dtype that kernels expect.
             params = replace(params, zero_point=params.zero_point.to(weight.dtype))
-        return cls.of(codes, params, config, shape=tuple(weight.shape), dtype=weight.dtype)
+        return cls.from_codes(codes, params, config, shape=tuple(weight.shape), dtype=weight.dtype)
 
     def check(self) -> None:
-        """Raise `CorruptFileError` if codes and params are not those of a weight of this shape."""
+        """Raise `CorruptFileError` if codes or params do not fit the shape."""
         args, shape = self.config.args, tuple(self.shape)
         if isinstance(self.codes, CompressedTensor):
             self.codes.check()
-        kinds: set[Kind] = {_KINDS[args.dtype], kind_for(args)}
+        kinds: set[Kind] = {_KINDS[args.dtype], choose_kind(args)}
         if Spec.of(self.codes) not in [kernels.stored_spec(shape, args, kind) for kind in kinds]:
-            raise CorruptFileError(f"codes of {Spec.of(self.codes)} for a weight of shape {shape}")
+            raise CorruptFileError(
+                f"codes of {Spec.of(self.codes)} do not fit a weight of shape {shape}"
+            )
         check_params(shape, self.params, args)
 
     @property
     def params(self) -> Params:
-        """What turns codes into numbers."""
+        """Scales and zero points of the codes."""
         return Params(self.scale, self.zero_point, self.global_scale, self.g_idx)
 
     def plain_codes(self) -> Tensor:
-        """Return the codes in one plain tensor."""
-        held = self.codes
-        return held.dequantize() if isinstance(held, CompressedTensor) else held
+        """Return the codes as a plain tensor."""
+        codes = self.codes
+        return codes.dequantize() if isinstance(codes, CompressedTensor) else codes
 
-    def dense(self) -> Tensor:
-        """Return an ordinary tensor with the same numbers."""
-        return _decoded(self.plain_codes(), self.params, self.config.args, tuple(self.shape)).to(
-            self.dtype
-        )
+    def decompress(self) -> Tensor:
+        """Return the dense tensor."""
+        args, shape = self.config.args, tuple(self.shape)
+        return _dequantize(self.plain_codes(), self.params, args, shape).to(self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply codes directly where there is a kernel for it, else dequantized weights."""
+        """Multiply codes directly if a kernel supports it, else dequantized weights."""
         inputs, args = self.config.inputs, self.config.args
         if inputs is not None:
             params = affine.find_dynamic_params(x, inputs)
@@ -143,77 +144,81 @@ class QuantizedTensor(CompressedTensor):
     def _find_kernels(self) -> Kernels:
         if self._kernels is not None:
             return self._kernels
-        found = Kernels.of(self.plain_codes(), self.params, self.config.args, self.shape[-1])
-        if not isinstance(self.codes, CompressedTensor):  # whose plain codes are not to be kept
+        found = Kernels.find(self.plain_codes(), self.params, self.config.args, self.shape[-1])
+        if not isinstance(
+            self.codes, CompressedTensor
+        ):  # whose plain codes must not stay in memory
             self._kernels = found
         return found
 
     def _linear_by_pieces(self, x: Tensor) -> Tensor:
-        """Dequantize as many rows at a time as stay in a cache, and so never all of them."""
+        """Dequantize and multiply as many rows at a time as fit into a cache."""
         count, columns = self.shape
-        step = max(1, _PIECE // (columns * x.element_size()))
-        if count <= step or isinstance(self.codes, CompressedTensor) or not self._is_cut():
+        step = max(1, _PIECE_BYTES // (columns * x.element_size()))
+        if count <= step or isinstance(self.codes, CompressedTensor) or not self._is_divisible():
             return functional.linear(x, self.dequantize())
         out = x.new_empty((*x.shape[:-1], count))
-        # The same memory for every piece: fresh memory costs more than the work.
-        room = x.new_empty((step, columns)) if self.scale.dtype is self.dtype else None
+        # The same memory for every piece: allocating it takes longer than the work.
+        buffer = x.new_empty((step, columns)) if self.scale.dtype is self.dtype else None
         for first in range(0, count, step):
-            codes, params = self._cut(slice(first, first + step))
-            here = None if room is None else room[: codes.shape[0]]
+            codes, params = self._select(slice(first, first + step))
+            piece = None if buffer is None else buffer[: codes.shape[0]]
             shape = (codes.shape[0], columns)
-            some = _decoded(codes, params, self.config.args, shape, here).to(self.dtype)
-            out[..., first : first + step] = functional.linear(x, some)
+            dense = _dequantize(codes, params, self.config.args, shape, piece).to(self.dtype)
+            out[..., first : first + step] = functional.linear(x, dense)
         return out
 
-    def _is_cut(self) -> bool:
-        """Tell whether some rows, or matrices of a stack, are codes and params by themselves."""
+    def _is_divisible(self) -> bool:
+        """Return True if rows, or the matrices of a stack, can be dequantized independently."""
         by_row = self.config.args.strategy in (*_BY_ROW, QuantizationStrategy.TENSOR)
         return self.dim() == 3 or (self.dim() == 2 and by_row)
 
-    def _cut(self, index: slice | int | Tensor) -> tuple[Tensor, Params]:
+    def _select(self, index: slice | int | Tensor) -> tuple[Tensor, Params]:
         """Return the codes and params of some rows, or of some matrices of a stack."""
         params, codes = self.params, self.plain_codes()[index]
         if self.dim() == 2 and self.config.args.strategy is QuantizationStrategy.TENSOR:
             return codes, params
-        zero, whole = params.zero_point, params.global_scale
+        zero, global_scale = params.zero_point, params.global_scale
+        if global_scale is not None and global_scale.numel() > 1:
+            global_scale = global_scale[index]
         return codes, replace(
             params,
             scale=params.scale[index],
             zero_point=None if zero is None else zero[index],
-            global_scale=whole if whole is None or whole.numel() == 1 else whole[index],
+            global_scale=global_scale,
         )
 
-    def rows(self, index: slice | Tensor) -> Tensor:
-        """Return some rows, or matrices of a stack, compressed if they are a slice."""
-        if not self._is_cut():
+    def take_rows(self, index: slice | Tensor) -> Tensor:
+        """Return rows, or matrices of a stack: compressed for a slice, else dense."""
+        if not self._is_divisible():
             if isinstance(index, slice):
                 raise UnsupportedOperationError(
-                    f"rows of {self.describe()} cannot be taken; use dequantize() before"
+                    f"slices of {self.describe()} are not supported; call dequantize() first"
                 )
             return self.dequantize()[index]
-        codes, params = self._cut(index)
+        codes, params = self._select(index)
         shape = (codes.shape[0], *self.shape[1:])
         if isinstance(index, slice):
-            return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
-        return _decoded(codes, params, self.config.args, shape).to(self.dtype)
+            return self.from_codes(codes, params, self.config, shape=shape, dtype=self.dtype)
+        return _dequantize(codes, params, self.config.args, shape).to(self.dtype)
 
-    def at(self, index: int) -> Tensor:
+    def take_row(self, index: int) -> Tensor:
         """Return one matrix of a stack, compressed, or a dense row."""
         if self.dim() != 3:
-            return super().at(index)
-        codes, params = self._cut(index)
+            return super().take_row(index)
+        codes, params = self._select(index)
         shape = tuple(self.shape[1:])
-        return self.of(codes, params, self.config, shape=shape, dtype=self.dtype)
+        return self.from_codes(codes, params, self.config, shape=shape, dtype=self.dtype)
 
     def describe(self) -> str:
-        """Say in a few words how the numbers are held."""
+        """Return a short description of the encoding."""
         args = self.config.args
         size = f" {args.group_size}" if args.strategy is QuantizationStrategy.GROUP else ""
-        held = "sparse " if isinstance(self.codes, CompressedTensor) else ""
-        return f"{held}{args.num_bits}-bit {args.type} per {args.strategy}{size}"
+        sparse = "sparse " if isinstance(self.codes, CompressedTensor) else ""
+        return f"{sparse}{args.num_bits}-bit {args.type} per {args.strategy}{size}"
 
 
-def _decoded(
+def _dequantize(
     codes: Tensor,
     params: Params,
     args: QuantizationArgs,
@@ -228,13 +233,13 @@ def _decoded(
     return kernels.decompress(codes, _KINDS[codes.dtype], params, args, shape, out=out)
 
 
-def kind_for(args: QuantizationArgs) -> Kind:
-    """Return how codes are held: integers of less than eight bits lie packed."""
+def choose_kind(args: QuantizationArgs) -> Kind:
+    """Return the representation of codes: integers of less than eight bits are packed."""
     return "packed" if args.dtype is torch.int8 and args.num_bits < 8 else _KINDS[args.dtype]
 
 
 def _is_int8_by_int8(args: QuantizationArgs, inputs: QuantizationArgs) -> bool:
-    kinds = args.dtype is inputs.dtype is torch.int8 and args.num_bits == 8
+    is_int8 = args.dtype is inputs.dtype is torch.int8 and args.num_bits == 8
     by_row = args.strategy is QuantizationStrategy.CHANNEL
     by_token = inputs.strategy is QuantizationStrategy.TOKEN
-    return kinds and by_row and by_token and args.symmetric and inputs.symmetric
+    return is_int8 and by_row and by_token and args.symmetric and inputs.symmetric

@@ -1,4 +1,4 @@
-"""Compressed tensors and what files hold: the same parts, by codec or as formats name them."""
+"""Conversion between compressed tensors in memory and encoded tensors in files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from slimtensors.quantization.codec import Quantized
 from slimtensors.runtime.coded import CodedTensor
 from slimtensors.runtime.compressed import CompressedTensor, NoConfig
 from slimtensors.runtime.convert import is_mostly_zero
-from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor, kind_for
+from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor, choose_kind
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
 from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, as_bytes, to_cpu
 
@@ -28,12 +28,12 @@ from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, as_bytes, to_cpu
 @register
 @dataclass(frozen=True)
 class DynamicInputs:
-    """Keep a weight as it is, and how inputs are quantized while it is used. Lossless."""
+    """Store a weight with the quantization arguments of its inputs. Lossless."""
 
     name: ClassVar[str] = "dynamic-inputs"
 
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Quantization arguments of inputs, as `QuantizationArgs.to_dict` writes them."""
+    """Quantization arguments of inputs, in the form of `QuantizationArgs.to_dict`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "args", QuantizationArgs.from_dict(self.args).to_dict())
@@ -45,30 +45,30 @@ class DynamicInputs:
     def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
         """Return the weight."""
         if Spec.of(parts["weight"]) != like:
-            raise CorruptFileError(f"a weight of {Spec.of(parts['weight'])} for a tensor of {like}")
+            raise CorruptFileError(f"weight is {Spec.of(parts['weight'])}, expected {like}")
         return Dense().decode({"data": as_bytes(parts["weight"])}, like)
 
 
-def as_encoded(x: CompressedTensor) -> Encoded:
-    """Return a tensor as a file holds it, without decoding it."""
+def to_encoded(x: CompressedTensor) -> Encoded:
+    """Return the encoded form of a tensor for a file, without decoding it."""
     spec = Spec(x.dtype, tuple(x.shape))
     if isinstance(x, SparseTensor):
         return Encoded(Bitmask(), spec, {"mask": to_cpu(x.mask), "values": to_cpu(x.kept)})
     if isinstance(x, CodedTensor):
         return x.encoded()
     if not isinstance(x, QuantizedTensor):
-        raise UnsupportedTensorError(f"a {type(x).__name__} is stored as a dense tensor would be")
+        raise UnsupportedTensorError(f"{type(x).__name__} has no encoded form; store it dense")
     args, zero = x.config.args, x.zero_point
-    given: dict[str, Tensor | None] = {
+    params: dict[str, Tensor | None] = {
         "scale": x.scale,
         "zero_point": zero if zero is None else zero.to(args.zp_dtype or torch.int8),
         "global_scale": x.global_scale,
         "g_idx": x.g_idx,
     }
     parts: dict[str, Tensor | Encoded] = {
-        "q": as_encoded(x.codes) if isinstance(x.codes, CompressedTensor) else to_cpu(x.codes)
+        "q": to_encoded(x.codes) if isinstance(x.codes, CompressedTensor) else to_cpu(x.codes)
     }
-    parts |= {name: to_cpu(part) for name, part in given.items() if part is not None}
+    parts |= {name: to_cpu(part) for name, part in params.items() if part is not None}
     packed = x.codes.dtype is not torch.int8
     weight = Encoded(Quantized(args, packed=packed or args.num_bits == 8), spec, parts)
     if x.config.inputs is None:
@@ -76,24 +76,24 @@ def as_encoded(x: CompressedTensor) -> Encoded:
     return Encoded(DynamicInputs(x.config.inputs.to_dict()), spec, {"weight": weight})
 
 
-def as_compressed(x: Encoded, each: Each = serially) -> CompressedTensor | None:
-    """Return a matrix that stays as it is stored, its parts not copied; none if it cannot."""
+def to_compressed(x: Encoded, each: Each = serially) -> CompressedTensor | None:
+    """Return a matrix in its stored form, without copying parts; None if not supported."""
     if len(x.spec.shape) != 2 or not x.spec.numel:
         return None
     match x.codec:
         case Bitmask():
-            return _sparse(x, each)
+            return _read_sparse(x, each)
         case Int():
-            return _rounded(x, each)
+            return _read_int(x, each)
         case Quantized():
-            return _quantized(x, each)
+            return _read_quantized(x, each)
         case DynamicInputs():
             weight = x.parts["weight"]
-            held = as_compressed(weight, each) if isinstance(weight, Encoded) else None
-            if not isinstance(held, QuantizedTensor):
+            inner = to_compressed(weight, each) if isinstance(weight, Encoded) else None
+            if not isinstance(inner, QuantizedTensor):
                 return None
             inputs = QuantizationArgs.from_dict(x.codec.args)
-            return QuantizedTensor(held.parts(), replace(held.config, inputs=inputs), x.spec)
+            return QuantizedTensor(inner.parts(), replace(inner.config, inputs=inputs), x.spec)
     return None
 
 
@@ -108,14 +108,14 @@ def from_module(
 ) -> QuantizedTensor:
     """Return the weight of a module from the tensors of a compressed-tensors file.
 
-    `parts` are named by their suffixes: `weight_packed`, `weight_scale`, …; `dtype` is that of the
-    model, by default the scale's; `version` is the release of compressed-tensors that wrote the
-    file. Packed words and 8-bit codes are not copied. Inputs are quantized only where all of their
-    scales are found while the model runs.
+    `parts` are named by suffix: `weight_packed`, `weight_scale`, …; `dtype` is the dtype of the
+    model, by default that of the scale; `version` is the release of compressed-tensors that wrote
+    the file. Packed words and 8-bit codes are not copied. Inputs are quantized only if all of their
+    scales are dynamic.
     """
     codes, params = formats.find(format, version=version).parse(parts, args)
     shape = tuple(codes.shape)
-    kind = kind_for(args)
+    kind = choose_kind(args)
     words = parts.get("weight_packed")
     if words is not None and Spec.of(words) == kernels.stored_spec(shape, args, kind):
         stored = words
@@ -123,59 +123,61 @@ def from_module(
         stored = kernels.pack_codes(codes, args, kind)
     config = QuantizedConfig(args, inputs if inputs and inputs.dynamic is True else None)
     scale = params.scale.dtype
-    usual = scale if scale.is_floating_point and scale.itemsize > 1 else torch.bfloat16
-    return QuantizedTensor.of(stored, params, config, shape=shape, dtype=dtype or usual)
+    default = scale if scale.is_floating_point and scale.itemsize > 1 else torch.bfloat16
+    return QuantizedTensor.from_codes(stored, params, config, shape=shape, dtype=dtype or default)
 
 
-def _plain(part: Tensor | Encoded, each: Each) -> Tensor:
+def _decode_part(part: Tensor | Encoded, each: Each) -> Tensor:
     return decode(part, each) if isinstance(part, Encoded) else part
 
 
-def _sparse(x: Encoded, each: Each) -> CompressedTensor:
+def _read_sparse(x: Encoded, each: Each) -> CompressedTensor:
     parts = decode_parts(x, each)
     zeros = x.spec.numel - parts["values"].numel()
     if x.spec.dtype in KERNEL_FLOATS and is_mostly_zero(zeros, x.spec.numel):
-        return CsrTensor.of(Bitmask().decode(parts, x.spec))
-    held = SparseTensor({"mask": parts["mask"], "kept": parts["values"]}, NoConfig(), x.spec)
-    held.check()
-    return held
+        return CsrTensor.from_dense(Bitmask().decode(parts, x.spec))
+    sparse = SparseTensor({"mask": parts["mask"], "kept": parts["values"]}, NoConfig(), x.spec)
+    sparse.check()
+    return sparse
 
 
-def _rounded(x: Encoded, each: Each) -> QuantizedTensor | None:
+def _read_int(x: Encoded, each: Each) -> QuantizedTensor | None:
     assert isinstance(x.codec, Int)
     parts = decode_parts(x, each)
     scale = parts["scale"]
     args = QuantizationArgs(x.codec.bits, group_size=-1 if x.codec.per_row else None)
     params = Params(scale.view(-1, 1) if x.codec.per_row else scale)
-    held = QuantizedTensor.of(
+    quantized = QuantizedTensor.from_codes(
         parts["q"], params, QuantizedConfig(args), shape=x.spec.shape, dtype=x.spec.dtype
     )
-    held.check()
-    return held
+    quantized.check()
+    return quantized
 
 
-def _quantized(x: Encoded, each: Each) -> QuantizedTensor | None:
+def _read_quantized(x: Encoded, each: Each) -> QuantizedTensor | None:
     assert isinstance(x.codec, Quantized)
     args = QuantizationArgs.from_dict(x.codec.args)  # type: ignore[arg-type]
     if args.dtype is torch.uint8 and not x.codec.packed:
         return None
     codes = x.parts["q"]
     is_sparse = isinstance(codes, Encoded) and isinstance(codes.codec, Bitmask)
-    parts = {k: _plain(part, each) for k, part in x.parts.items() if k != "q" or not is_sparse}
+    parts = {
+        k: _decode_part(part, each) for k, part in x.parts.items() if k != "q" or not is_sparse
+    }
     if is_sparse:
         assert isinstance(codes, Encoded)
-        parts["q"] = _sparse(codes, each)
-    held = QuantizedTensor({"codes": parts.pop("q"), **parts}, QuantizedConfig(args), x.spec)
-    held.check()
-    return held
+        parts["q"] = _read_sparse(codes, each)
+    quantized = QuantizedTensor({"codes": parts.pop("q"), **parts}, QuantizedConfig(args), x.spec)
+    quantized.check()
+    return quantized
 
 
-def _stored_form(x: CompressedTensor) -> Encoded | None:
-    return None if isinstance(x, CsrTensor) else as_encoded(x)  # CSR is for running only
+def _find_encoded(x: CompressedTensor) -> Encoded | None:
+    return None if isinstance(x, CsrTensor) else to_encoded(x)  # files do not contain CSR
 
 
-register_runtime(as_compressed)
+register_runtime(to_compressed)
 register_tensor_kind(
     CompressedTensor,
-    TensorKind(CompressedTensor.leaves, _stored_form, CompressedTensor.dequantize),
+    TensorKind(CompressedTensor.leaves, _find_encoded, CompressedTensor.dequantize),
 )

@@ -23,7 +23,7 @@ from slimtensors.folder.config_json import SparsityConfig, parse_section, read_c
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor, CsrTensor
-from slimtensors.runtime.stored import as_encoded
+from slimtensors.runtime.stored import to_encoded
 from slimtensors.storage import INDEX, StrPath, local_path, note_parameters, parse_size
 from slimtensors.tensor import Json
 from slimtensors.transformers import weights
@@ -285,7 +285,7 @@ def _measured(item: TensorSource, found: dict[str, Sparsity]) -> TensorSource:
 
 def _codes(x: CompressedTensor) -> Tensor | Encoded:
     is_for_running = isinstance(x, CsrTensor)  # and not to be stored: the preset says how
-    return weights.dense_weights(x) if is_for_running else as_encoded(x)
+    return weights.dense_weights(x) if is_for_running else to_encoded(x)
 
 
 def _stored_as(

@@ -19,14 +19,14 @@ from slimtensors.errors import ConfigError, MismatchError, SlimError
 from slimtensors.folder.config_json import read_config
 from slimtensors.parallel import Each, Workers
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantization.plans import format_of
+from slimtensors.quantization.plans import choose_format
 from slimtensors.quantization.state_dict import (
-    dense_weight,
-    is_number,
+    decompress_weight,
+    find_scheme,
+    find_stored_layers,
+    is_quantization_part,
     is_stored_dense,
-    key_of,
-    scheme_of,
-    stored_layers,
+    join_name,
 )
 from slimtensors.runtime import CompressedTensor, from_module
 from slimtensors.storage import LocalLocation, find_model_files, weight_files
@@ -116,7 +116,7 @@ class QuantizedFiles:
         self.path = archive.path
         self._archive, self._config = archive, config
         self._modules = dict(model.named_modules())
-        self._layers = stored_layers(set(archive))
+        self._layers = find_stored_layers(set(archive))
         self.owners = {key: self._owner(name) for key, name in archive.owners.items()}
         """Which weight each entry of the files belongs to."""
         self._names = set(self.owners.values())
@@ -133,9 +133,9 @@ class QuantizedFiles:
         if layer is None:
             return self._archive.load_one(name, each)
         try:
-            scheme = scheme_of(layer, self._config, self._modules)
+            scheme = find_scheme(layer, self._config, self._modules)
             parts = self._parts(layer, each)
-            return dense_weight(parts, scheme, self._config, self._modules.get(layer))
+            return decompress_weight(parts, scheme, self._config, self._modules.get(layer))
         except SlimError as error:
             raise type(error)(f"{self.path}: {layer}: {error}") from error
 
@@ -145,14 +145,14 @@ class QuantizedFiles:
         if layer is None:
             return self._archive.load_compressed(name, each)
         try:
-            scheme = scheme_of(layer, self._config, self._modules)
+            scheme = find_scheme(layer, self._config, self._modules)
             parts = self._parts(layer, each)
             if is_stored_dense(parts):
                 return parts["weight"]
             assert scheme.weights is not None, "a scheme was found because it has some"
             return from_module(
                 parts,
-                format_of(scheme, self._config),
+                choose_format(scheme, self._config),
                 scheme.weights,
                 inputs=scheme.input_activations,
                 version=self._config.version,
@@ -162,8 +162,8 @@ class QuantizedFiles:
 
     def _owner(self, name: str) -> str:
         layer = name.rpartition(".")[0]
-        is_part = layer in self._layers and is_number(name, self._layers)
-        return key_of(layer, "weight") if is_part else name
+        is_part = layer in self._layers and is_quantization_part(name, self._layers)
+        return join_name(layer, "weight") if is_part else name
 
     def _layer(self, name: str) -> str | None:
         layer, _, parameter = name.rpartition(".")
@@ -171,7 +171,7 @@ class QuantizedFiles:
 
     def _parts(self, layer: str, each: Each) -> dict[str, Tensor]:
         suffixes = self._layers[layer]
-        return {s: self._archive.load_one(key_of(layer, s), each) for s in suffixes}
+        return {s: self._archive.load_one(join_name(layer, s), each) for s in suffixes}
 
 
 def check_unchanged(items: Iterable[TensorSource], files: QuantizedFiles) -> None:
