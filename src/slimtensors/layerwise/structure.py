@@ -85,7 +85,7 @@ class Groups:
         """Raise unless rows divide into groups."""
         if columns % self.size:
             raise ConfigError(
-                f"{columns} columns do not divide into groups of {self.size};"
+                f"{columns} columns are not divisible into groups of {self.size};"
                 " add the layer to ignore"
             )
 
