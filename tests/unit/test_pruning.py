@@ -338,7 +338,7 @@ def test_blocks_with_outliers_are_pruned_less():
 
 
 def test_invalid_input_raises():
-    with pytest.raises(ConfigError, match="do not divide into groups"):
+    with pytest.raises(ConfigError, match="are not divisible into groups"):
         sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Groups(2, 4))
     with pytest.raises(ConfigError, match="does not divide into blocks"):
         sparsegpt(random(4, 6), torch.eye(6), 0.5, structure=Blocks(3, 3))
