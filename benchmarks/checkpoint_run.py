@@ -20,7 +20,7 @@ from training import TASKS, states
 
 from slimtensors.archive.tree import flatten
 from slimtensors.checkpoint import build_checkpoint, checkpointing, load_checkpoint
-from slimtensors.checkpoint.run import points, verify_run
+from slimtensors.checkpoint.run import list_checkpoints, verify_run
 
 START = 1000
 
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _sizes(report: Report, run: Path, saves: int, last) -> None:
-    found = points(run)
+    found = list_checkpoints(run)
     sizes = Counter()
     for point in found:
         kind = f"{point.manifest.profile}, {point.manifest.kind}"

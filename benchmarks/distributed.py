@@ -44,8 +44,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from training import states
 
 from slimtensors.checkpoint.distributed import StorageReader, StorageWriter
-from slimtensors.checkpoint.distributed.manifest import DistributedManifest
-from slimtensors.checkpoint.distributed.pieces import Written, stored_tables, to_metadata
+from slimtensors.checkpoint.distributed.manifest import (
+    DistributedManifest,
+    WrittenItem,
+    collect_results,
+    to_metadata,
+)
 from slimtensors.storage.location import MappedFile
 
 RANKS = 2
@@ -340,7 +344,7 @@ def planned(ranks: int, count: int, target: Path) -> list[float]:
     writer = StorageWriter(target)
     ordered = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in merged])
     results = [written(plan) for plan in ordered]
-    tensors, objects, files = stored_tables(metadata, results)
+    tensors, objects, files = collect_results(metadata, results)
     text = DistributedManifest("run", "now", ranks, "exact", files, tensors, objects).to_text()
     times.append(time.process_time())
     again = to_metadata(DistributedManifest.from_text(text))
@@ -369,7 +373,7 @@ def rank_plan(rank: int, ranks: int, count: int) -> SavePlan:
 
 
 def written(plan: SavePlan) -> list[WriteResult]:
-    told = Written(f"rank-{plan.storage_data.rank:05d}.safetensors", 1)
+    told = WrittenItem(f"rank-{plan.storage_data.rank:05d}.safetensors", 1)
     return [WriteResult(item.index, 1, told) for item in plan.items]
 
 

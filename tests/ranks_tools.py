@@ -1,4 +1,4 @@
-"""Several ranks: as threads of this process, or as processes that torchrun starts."""
+"""Run several ranks: as threads of this process, or as processes started by torchrun."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from slimtensors.folder.processes import TorchProcessGroup
 TESTS = Path(__file__).parent
 
 
-def together(count, work, *, timeout=30, store=None):
-    """Call `work` with the ranks of each thread; return what each returned or raised."""
+def run_ranks(count, work, *, timeout=30, store=None):
+    """Call `work` in one thread per rank; return the result or exception of each."""
     from torch.distributed import HashStore
 
     store, results = store or HashStore(), {}
@@ -34,11 +34,11 @@ def together(count, work, *, timeout=30, store=None):
 
 
 def torchrun(count, *words, script=None, **environment):
-    """Run the command line, or a script, in so many processes."""
-    what = [str(script)] if script else ["-m", "slimtensors"]
+    """Run the command line, or a script, in `count` processes."""
+    program = [str(script)] if script else ["-m", "slimtensors"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*command, f"--nproc-per-node={count}", *what, *map(str, words)],
+        [*command, f"--nproc-per-node={count}", *program, *map(str, words)],
         capture_output=True,
         text=True,
         check=False,
@@ -47,13 +47,13 @@ def torchrun(count, *words, script=None, **environment):
     )
 
 
-def said(done):
-    """What our processes said, without what torchrun says of them."""
+def read_messages(done):
+    """Return the error messages of our processes, without those of torchrun."""
     return sorted(line for line in done.stderr.splitlines() if line.startswith("slimtensors: "))
 
 
-def files(folder):
-    """Everything in a folder, by relative paths."""
+def read_files(folder):
+    """Return the content of all files in a folder by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""A small training run with everything that a checkpoint must bring back."""
+"""A small training run that uses every part of a checkpoint."""
 
 import random
 
@@ -12,7 +12,7 @@ from slimtensors.checkpoint import build_checkpoint
 
 
 class Net(nn.Module):
-    """An embedding, a norm, a buffer, dropout, a tied weight."""
+    """A model with an embedding, norms, buffers, dropout and a tied weight."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Batches:
-    """A dataloader that knows where it is."""
+    """A dataloader with a state."""
 
     def __init__(self):
         self.at = 0
@@ -70,11 +70,11 @@ class Run:
         return self.model, self.optimizer, self.scheduler, self.scaler
 
     def train(self, steps):
-        """Return the losses of some steps; they depend on all random number generators."""
+        """Return the losses of `steps` steps; they depend on all random number generators."""
         losses = []
         for _ in range(steps):
             x, noise = self.batches.next()
-            # In float32, because not every machine can multiply what it can store.
+            # In float32: not every CPU supports arithmetic in the other dtypes.
             weights = {name: p.float() for name, p in self.model.named_parameters()}
             y = torch.func.functional_call(self.model, weights, (x,))
             loss = nn.functional.cross_entropy(y, x) * noise
@@ -88,28 +88,28 @@ class Run:
         return losses
 
 
-def built(run, **options):
+def build_state(run, **options):
     """Return the state of a run."""
     return build_checkpoint(*run.parts(), dataloader=run.batches, step=run.step, **options)
 
 
-def same_states(a, b):
-    """Tell whether two nested states have the same types, values and bits."""
+def equal_states(a, b):
+    """Return True if two nested states are equal in types, values and bits."""
     if isinstance(a, torch.Tensor):
         return same_bits(a, b)
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same_states(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(equal_states(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_states, a, b))
+        return len(a) == len(b) and all(map(equal_states, a, b))
     return repr(a) == repr(b)
 
 
-def copied(value):
-    """Return a state that training on does not change."""
+def copy_state(value):
+    """Return a copy of a state that further training does not change."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)((k, copied(v)) for k, v in value.items())
-    return [copied(v) for v in value] if type(value) is list else value
+        return type(value)((k, copy_state(v)) for k, v in value.items())
+    return [copy_state(v) for v in value] if type(value) is list else value

@@ -1,4 +1,4 @@
-"""Checkpoints as differences from others, exact and rounded."""
+"""Delta checkpoints and precision profiles."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import bits, same_bits
-from training import Run, built, copied, same_states
+from training import Run, build_state, copy_state, equal_states
 
 import slimtensors
 from slimtensors.checkpoint import (
@@ -16,19 +16,19 @@ from slimtensors.checkpoint import (
     Filter,
     checkpointing,
     flatten,
+    list_checkpoints,
     load_checkpoint,
-    points,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
     verify_run,
 )
-from slimtensors.checkpoint.coding import TensorEntry
-from slimtensors.checkpoint.precision import (
+from slimtensors.checkpoint.entry import (
+    TensorEntry,
+    make_noise,
+    multiply_steps,
     round_mantissa,
     round_to_steps,
-    seeded_noise,
-    step_multiples,
 )
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
 from slimtensors.tensor import Spec
@@ -40,38 +40,38 @@ def states(request):
     found = []
     for steps in (5, 3, 3):
         run.train(steps)
-        found.append(copied(built(run, metrics={"loss": 1.0})))
+        found.append(copy_state(build_state(run, metrics={"loss": 1.0})))
     return found
 
 
-def test_an_exact_delta_brings_back_every_bit(tmp_path, states):
+def test_an_exact_delta_is_bitwise_equal(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     b = save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
     c = save_checkpoint(states[2], tmp_path / "c", base=tmp_path / "b")  # a chain
     assert (b.manifest.kind, b.manifest.base.name, b.errors) == ("delta", "a", {})
-    assert same_states(load_checkpoint(tmp_path / "b"), states[1])
-    assert same_states(load_checkpoint(tmp_path / "c"), states[2])
+    assert equal_states(load_checkpoint(tmp_path / "b"), states[1])
+    assert equal_states(load_checkpoint(tmp_path / "c"), states[2])
     assert c.manifest.base.name == "b"
 
 
-def test_what_did_not_change_costs_nothing(tmp_path, states):
+def test_unchanged_tensors_take_no_space(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     same = save_checkpoint(states[0], tmp_path / "b", base=tmp_path / "a")
     assert same.summary.stored_bytes == 0
-    assert same_states(load_checkpoint(tmp_path / "b"), states[0])
+    assert equal_states(load_checkpoint(tmp_path / "b"), states[0])
 
 
-def test_states_that_are_not_in_the_base_are_stored_whole(tmp_path, states):
-    fresh = built(Run(seed=4, width=64))
+def test_tensors_missing_in_the_base_are_stored_whole(tmp_path, states):
+    fresh = build_state(Run(seed=4, width=64))
     save_checkpoint(fresh, tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
-    assert same_states(load_checkpoint(tmp_path / "b"), states[1])
+    assert equal_states(load_checkpoint(tmp_path / "b"), states[1])
     save_checkpoint({"other": torch.ones(3)}, tmp_path / "c")
     save_checkpoint(states[1], tmp_path / "d", base=tmp_path / "c")
-    assert same_states(load_checkpoint(tmp_path / "d"), states[1])
+    assert equal_states(load_checkpoint(tmp_path / "d"), states[1])
 
 
-def test_few_changed_weights_cost_little(tmp_path):
+def test_a_delta_with_few_changed_weights_is_small(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(512, 512).bfloat16()
     y = torch.where(torch.rand(x.shape) < 0.015, x * 1.01, x)
@@ -80,61 +80,63 @@ def test_few_changed_weights_cost_little(tmp_path):
     assert x.nbytes > 30 * saved.summary.stored_bytes
 
 
-def test_a_missing_or_other_base_is_refused_by_name(tmp_path, states):
+def test_a_missing_or_different_base_raises(tmp_path, states):
     a = save_checkpoint(states[0], tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(MismatchError, match=rf"difference from a \(id {a.manifest.id}\), which is"):
+    with pytest.raises(
+        MismatchError, match=rf"delta of a \(id {a.manifest.id}\), which was not found"
+    ):
         load_checkpoint(tmp_path / "b")
-    assert "difference from a" in verify_run(tmp_path).damaged["b"]
+    assert "is a delta of a" in verify_run(tmp_path).damaged["b"]
     back = load_checkpoint(tmp_path / "b", base=tmp_path / "elsewhere")
-    assert same_states(back, states[1])
+    assert equal_states(back, states[1])
     save_checkpoint(states[2], tmp_path / "a")
-    with pytest.raises(MismatchError, match=r"the checkpoint at .*a has the id"):
+    with pytest.raises(MismatchError, match=r"the checkpoint at .*a has id"):
         load_checkpoint(tmp_path / "b")
 
 
-def test_a_base_whose_tensors_are_others_is_refused_even_under_its_id(tmp_path, states):
+def test_a_base_with_the_right_id_but_other_tensors_raises(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
-    about = json.loads((tmp_path / "a" / "checkpoint.json").read_text())
+    manifest = json.loads((tmp_path / "a" / "checkpoint.json").read_text())
     shutil.rmtree(tmp_path / "a")
     save_checkpoint(states[2], tmp_path / "a")
-    (tmp_path / "a" / "checkpoint.json").write_text(json.dumps(about))
-    with pytest.raises(MismatchError, match="is not the tensor that"):
+    (tmp_path / "a" / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(MismatchError, match="difference from another tensor"):
         load_checkpoint(tmp_path / "b")
 
 
-def test_a_delta_is_no_model_and_its_base_lies_beside_it(tmp_path, states):
+def test_a_delta_does_not_load_as_a_model_and_needs_a_base_in_the_same_folder(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a")
     with pytest.raises(ConfigError, match="difference"):
         slimtensors.load(tmp_path / "b" / "state.safetensors")
-    with pytest.raises(ConfigError, match="a base is saved beside its deltas"):
+    with pytest.raises(ConfigError, match="same parent folder as its deltas"):
         save_checkpoint(states[1], tmp_path / "deep" / "c", base=tmp_path / "a")
-    with pytest.raises(ConfigError, match="b is a difference from it"):
+    with pytest.raises(ConfigError, match="is the base of b"):
         remove_checkpoint(tmp_path / "a")
     remove_checkpoint(tmp_path / "b")
     remove_checkpoint(tmp_path / "a")
-    assert points(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
-def test_flattening_makes_a_delta_stand_alone(tmp_path, states):
+def test_flatten_writes_a_checkpoint_without_a_base(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a", profile="all")
     want = load_checkpoint(tmp_path / "b")
     flat = flatten(tmp_path / "b", tmp_path / "c")
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
-    assert same_states(load_checkpoint(tmp_path / "c"), want)
+    assert equal_states(load_checkpoint(tmp_path / "c"), want)
     assert (flat.manifest.kind, flat.manifest.profile) == ("full", "all")
     assert flat.errors
 
 
 @pytest.mark.parametrize("profile", ["optimizer-bf16", "optimizer", "all"])
 @pytest.mark.parametrize("has_base", [True, False])
-def test_profiles_touch_what_they_say_and_tell_the_error(tmp_path, states, profile, has_base):
+def test_profiles_round_only_their_roles_and_report_the_error(tmp_path, states, profile, has_base):
     save_checkpoint(states[0], tmp_path / "a")
     base = tmp_path / "a" if has_base else None
     saved = save_checkpoint(states[2], tmp_path / "b", base=base, profile=profile)
@@ -147,8 +149,8 @@ def test_profiles_touch_what_they_say_and_tell_the_error(tmp_path, states, profi
         y = after[name]
         assert y.dtype == x.dtype
         if name not in saved.errors:
-            tied = "model.out.weight" if name == "model.out.weight" else None
-            assert tied or same_bits(x, y), name
+            is_tied = name == "model.out.weight"
+            assert is_tied or same_bits(x, y), name
             continue
         assert x.dim() > 1
         assert profile == "all" or name.startswith("optimizer.")
@@ -163,20 +165,20 @@ def test_profiles_touch_what_they_say_and_tell_the_error(tmp_path, states, profi
     assert all(torch.isfinite(torch.tensor(run.train(3))))
 
 
-def test_rounding_never_adds_up_along_a_chain(tmp_path):
+def test_rounding_errors_do_not_accumulate_along_a_chain(tmp_path):
     run = Run(width=64)
     run.train(3)
-    save_checkpoint(built(run), tmp_path / "0")
+    save_checkpoint(build_state(run), tmp_path / "0")
     errors = []
     for i in range(1, 7):
         run.train(1)
-        state = built(run)
+        state = build_state(run)
         saved = save_checkpoint(state, tmp_path / str(i), base=tmp_path / str(i - 1), profile="all")
         errors.append(saved.errors["model.back.weight"])
     assert max(errors) < 1.5 * errors[0]
 
 
-def test_weights_that_move_by_less_than_a_step_do_move(tmp_path):
+def test_updates_smaller_than_a_step_survive_on_average(tmp_path):
     moved = torch.full((256, 256), 0.02)
     moved[:64] = 1.0
     before = torch.randn(256, 256)
@@ -187,7 +189,7 @@ def test_weights_that_move_by_less_than_a_step_do_move(tmp_path):
     assert float(back[64:].mean()) == pytest.approx(0.02, abs=0.002)
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path, states):
+def test_saving_is_deterministic(tmp_path, states):
     for name in ("a", "b"):
         save_checkpoint(states[1], tmp_path / name, profile="optimizer")
     assert (tmp_path / "a" / "state.safetensors").read_bytes() == (
@@ -195,28 +197,28 @@ def test_the_same_state_gives_the_same_bytes(tmp_path, states):
     ).read_bytes()
 
 
-def test_filters_limit_a_profile(tmp_path, states):
+def test_filters_restrict_a_profile(tmp_path, states):
     only = Filter(modules=("back",))
     saved = save_checkpoint(states[0], tmp_path / "a", profile="optimizer-bf16", lossy=only)
     known = {"optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}
     assert set(saved.errors) <= known
     with pytest.raises(ConfigError, match="did you mean 'optimizer-bf16'"):
         save_checkpoint(states[0], tmp_path / "b", profile="optimizer-fp16")
-    with pytest.raises(ConfigError, match="stands alone"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         save_checkpoint(states[0], tmp_path / "b", base=tmp_path / "a", quantize_i8=True)
 
 
-def test_nan_in_a_moment_is_kept_exact_and_told(tmp_path, states):
-    state = copied(states[1])
+def test_a_moment_with_nan_is_kept_exact_and_reported(tmp_path, states):
+    state = copy_state(states[1])
     state["optimizer"]["state"][2]["exp_avg"][1, 2] = float("nan")
     saved = save_checkpoint(state, tmp_path / "a", profile="optimizer")
     name = "optimizer.state.2.exp_avg"
-    assert saved.kept_exact == {name: "holds NaN or infinity and is kept exact"}
+    assert saved.kept_exact == {name: "contains NaN or infinity; kept exact"}
     back = load_checkpoint(tmp_path / "a")["optimizer"]["state"][2]["exp_avg"]
     assert same_bits(back, state["optimizer"]["state"][2]["exp_avg"])
 
 
-def test_history_is_the_weights_in_bf16(tmp_path, states):
+def test_history_profile_stores_the_weights_in_bf16(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     saved = save_checkpoint(states[1], tmp_path / "b", base=tmp_path / "a", profile="history")
     back = load_checkpoint(tmp_path / "b")
@@ -228,21 +230,24 @@ def test_history_is_the_weights_in_bf16(tmp_path, states):
     assert saved.manifest.profile == "history"
 
 
-def looped(run, folder, **options):
+def start_loop(run, folder, **options):
     return checkpointing(folder, *run.parts(), dataloader=run.batches, **options)
 
 
 @pytest.fixture
-def _any_size(monkeypatch):
-    """Let deltas of small models be as large as they are."""
-    monkeypatch.setattr("slimtensors.checkpoint.run._TOO_LARGE", 10.0)
+def _any_delta_size(monkeypatch):
+    """Allow deltas of any size: those of small models are large."""
+    monkeypatch.setattr("slimtensors.checkpoint.run._MAX_DELTA_RATIO", 10.0)
 
 
-def kinds(folder):
-    return [(p.name, p.manifest.base.name[-2:] if p.manifest.base else "") for p in points(folder)]
+def list_bases(folder):
+    return [
+        (p.name, p.manifest.base.name[-2:] if p.manifest.base else "")
+        for p in list_checkpoints(folder)
+    ]
 
 
-@pytest.mark.usefixtures("_any_size")
+@pytest.mark.usefixtures("_any_delta_size")
 @pytest.mark.parametrize(
     ("base", "bases"),
     [
@@ -251,75 +256,77 @@ def kinds(folder):
         (None, [""] * 7),
     ],
 )
-def test_keyframes_come_as_often_as_asked(tmp_path, base, bases):
+def test_keyframe_every_sets_the_keyframe_interval(tmp_path, base, bases):
     run = Run()
     for part in (4, 3):  # in two runs
-        with looped(run, tmp_path, every=1, base=base, keyframe_every=3) as ckpt:
+        with start_loop(run, tmp_path, every=1, base=base, keyframe_every=3) as ckpt:
             for _ in range(part):
                 run.train(1)
                 ckpt.step()
-    assert [about for _, about in kinds(tmp_path)] == bases
+    assert [manifest for _, manifest in list_bases(tmp_path)] == bases
     assert verify_run(tmp_path)
     losses = run.train(3)
     again = Run(seed=9)
-    with looped(again, tmp_path) as ckpt:
+    with start_loop(again, tmp_path) as ckpt:
         assert ckpt.start == 7
     assert again.train(3) == losses
 
 
-def test_a_delta_that_is_too_large_makes_the_next_one_stand_alone(tmp_path):
+def test_a_keyframe_follows_a_delta_that_is_too_large(tmp_path):
     run = Run()
-    with looped(run, tmp_path, every=1) as ckpt:
+    with start_loop(run, tmp_path, every=1) as ckpt:
         for _ in range(4):
             run.train(1)
             ckpt.step()
-    assert [about for _, about in kinds(tmp_path)] == ["", "01", "", "03"]
+    assert [manifest for _, manifest in list_bases(tmp_path)] == ["", "01", "", "03"]
 
 
-@pytest.mark.usefixtures("_any_size")
-def test_a_base_that_a_kept_delta_needs_stays(tmp_path):
+@pytest.mark.usefixtures("_any_delta_size")
+def test_the_base_of_a_kept_delta_is_kept(tmp_path):
     run = Run()
-    with looped(run, tmp_path, every=1, keep_last=1, keyframe_every=3) as ckpt:
+    with start_loop(run, tmp_path, every=1, keep_last=1, keyframe_every=3) as ckpt:
         for step in range(1, 6):
             run.train(1)
             ckpt.step()
             ckpt.wait()
-            names = [int(name[-2:]) for name, _ in kinds(tmp_path)]
+            names = [int(name[-2:]) for name, _ in list_bases(tmp_path)]
             assert names == {1: [1], 2: [1, 2], 3: [1, 3], 4: [4], 5: [4, 5]}[step]
 
 
-@pytest.mark.usefixtures("_any_size")
-def test_old_points_become_history(tmp_path):
+@pytest.mark.usefixtures("_any_delta_size")
+def test_keep_history_reduces_old_checkpoints(tmp_path):
     run = Run()
-    with looped(run, tmp_path, every=1, keep_last=1, keyframe_every=3, keep_history=True) as ckpt:
+    with start_loop(
+        run, tmp_path, every=1, keep_last=1, keyframe_every=3, keep_history=True
+    ) as ckpt:
         for _ in range(7):
             run.train(1)
             ckpt.step()
-    found = {p.name: p.manifest for p in points(tmp_path)}
+    found = {p.name: p.manifest for p in list_checkpoints(tmp_path)}
     assert [name for name, m in found.items() if m.profile == "exact"] == ["step-00000007"]
     old = [name for name, m in found.items() if m.profile == "history"]
     assert old == [f"step-{i:08d}-history" for i in range(1, 7)]
     assert sum(found[name].base is None for name in old) == 1
     assert verify_run(tmp_path)
-    with looped(Run(), tmp_path) as ckpt:
+    with start_loop(Run(), tmp_path) as ckpt:
         assert ckpt.start == 7
 
 
-def test_bad_ways_to_save_are_told(tmp_path):
+def test_invalid_save_options_raise(tmp_path):
     for options in ({"base": "last"}, {"profile": "history"}, {"keyframe_every": 0}):
         with pytest.raises(ConfigError):
-            looped(Run(), tmp_path, **options)
+            start_loop(Run(), tmp_path, **options)
 
 
-def damaged(path, change):
-    """Change what a file says of its tensors, with checksums that fit."""
+def edit_entries(path, change):
+    """Edit the tensor entries of a file, with valid checksums."""
     from reliability_tools import with_manifest
 
     file = path / "state.safetensors"
     file.write_bytes(with_manifest(file.read_bytes(), lambda m: change(m["delta"])))
 
 
-def test_descriptions_that_make_no_sense_are_damage(tmp_path, states):
+def test_invalid_entries_raise_corrupt_file_error(tmp_path, states):
     save_checkpoint(states[0], tmp_path / "a")
     save_checkpoint(states[1], tmp_path / "good", base=tmp_path / "a")
     first, second = "optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"
@@ -346,28 +353,28 @@ def test_descriptions_that_make_no_sense_are_damage(tmp_path, states):
         ]
     ):
         shutil.copytree(tmp_path / "good", tmp_path / str(i))
-        damaged(tmp_path / str(i), change)
+        edit_entries(tmp_path / str(i), change)
         with pytest.raises(CorruptFileError):
             load_checkpoint(tmp_path / str(i))
-    about = json.loads((tmp_path / "good" / "checkpoint.json").read_text())
-    about["base"] = {"name": "good", "id": about["id"]}
-    (tmp_path / "good" / "checkpoint.json").write_text(json.dumps(about))
-    with pytest.raises(FormatError, match="difference from itself"):
+    manifest = json.loads((tmp_path / "good" / "checkpoint.json").read_text())
+    manifest["base"] = {"name": "good", "id": manifest["id"]}
+    (tmp_path / "good" / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(FormatError, match="delta of itself"):
         load_checkpoint(tmp_path / "good")
 
 
-def mixed(x):
-    """Return the random number of a place, as a signed integer: the slow twin."""
+def mix_bits(x):
+    """Return the noise for an index as a signed integer: the slow reference of `make_noise`."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor % 2**32
     x ^= x >> 16
     return x - 2**32 if x >= 2**31 else x
 
 
-def test_the_random_numbers_are_always_the_same():
-    assert seeded_noise(100, 12345).tolist() == [mixed(12345 + i) for i in range(100)]
-    assert seeded_noise(3, 2**31 - 2).tolist() == [mixed(2**31 - 2 + i) for i in range(3)]
-    x = seeded_noise(1 << 16, 7).double()
+def test_noise_is_reproducible():
+    assert make_noise(100, 12345).tolist() == [mix_bits(12345 + i) for i in range(100)]
+    assert make_noise(3, 2**31 - 2).tolist() == [mix_bits(2**31 - 2 + i) for i in range(3)]
+    x = make_noise(1 << 16, 7).double()
     assert abs(float(x.mean())) < 2**31 / 100
     assert x.unique().numel() == 1 << 16
 
@@ -376,31 +383,31 @@ def test_the_random_numbers_are_always_the_same():
 @given(
     seed=st.integers(0, 2**31 - 1),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    kept=st.integers(1, 23),
+    kept_bits=st.integers(1, 23),
 )
-def test_rounding_goes_to_a_neighbour(seed, dtype, kept):
+def test_mantissas_are_rounded_to_a_neighbor(seed, dtype, kept_bits):
     x = bits(seed, 64, dtype, 0.9)
     x = torch.where(torch.isfinite(x), x, 1.0)
     x = torch.where(x.abs() < torch.finfo(dtype).max / 4, x, 1.0)
-    for way in (None, seed):
-        y = round_mantissa(x, kept, way).to(dtype)
-        spacing = torch.maximum(x.abs(), y.abs()).double() * 2.0**-kept
+    for rounding_seed in (None, seed):
+        y = round_mantissa(x, kept_bits, rounding_seed).to(dtype)
+        spacing = torch.maximum(x.abs(), y.abs()).double() * 2.0**-kept_bits
         tiny = torch.finfo(dtype).smallest_normal
         assert ((y.double() - x.double()).abs() <= spacing + tiny).all()
-    if kept == 7 and dtype is torch.float32:
+    if kept_bits == 7 and dtype is torch.float32:
         assert same_bits(round_mantissa(x, 7, None), x.bfloat16())
 
 
-def test_rounding_at_random_has_no_bias():
+def test_stochastic_rounding_is_unbiased():
     x = torch.full((1 << 16,), 1.0 + 1 / 50)
     assert float(round_mantissa(x, 4, 3).float().mean()) == pytest.approx(1.02, abs=3e-4)
     q = round_to_steps(x, 0.5, 3)
     assert q.dtype is torch.int8
-    assert float(step_multiples(q, 0.5).mean()) == pytest.approx(1.02, abs=3e-3)
+    assert float(multiply_steps(q, 0.5).mean()) == pytest.approx(1.02, abs=3e-3)
     assert round_to_steps(x, 1e-12, None) is None
 
 
-def test_entries_come_back_from_json():
+def test_entries_round_trip_through_json():
     data = {
         "as": "by-exponent",
         "dtype": "float32",
@@ -414,12 +421,12 @@ def test_entries_come_back_from_json():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_prediction_is_the_base_times_its_factor(dtype):
+def test_predict_multiplies_the_base(dtype):
     base = torch.randn(300, 301).to(dtype)
     entry = TensorEntry("difference", Spec.of(base), base="00ff", times=0.98)
-    assert same_bits(entry.predicted(base), base * 0.98)
+    assert same_bits(entry.predict(base), base * 0.98)
 
 
-def test_every_profile_has_its_name():
+def test_profiles_are_listed_by_name():
     assert all(profile.name == name for name, profile in PROFILES.items())
     assert [name for name, profile in PROFILES.items() if profile.is_exact] == ["exact"]

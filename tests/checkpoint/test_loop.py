@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,7 +12,8 @@ import threading
 import jsonschema
 import pytest
 import torch
-from reliability_tools import TESTS, run
+from checkpoint.programs import run_program, start_program
+from reliability_tools import TESTS
 from strategies import bits, same_bits
 from torch import nn
 from training import Run
@@ -21,8 +21,8 @@ from training import Run
 from slimtensors.checkpoint import (
     checkpointing,
     is_run,
+    list_checkpoints,
     load_checkpoint,
-    points,
     repair_run,
     verify_run,
 )
@@ -32,26 +32,26 @@ from slimtensors.errors import ConfigError, FormatError, InUseError, MismatchErr
 from slimtensors.tensor import DTYPES
 
 
-def looped(run, folder, **options):
+def start_loop(run, folder, **options):
     return checkpointing(folder, *run.parts(), dataloader=run.batches, **options)
 
 
 def names(folder):
-    return [point.name for point in points(folder)]
+    return [point.name for point in list_checkpoints(folder)]
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, async_):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, async_):
     whole = Run()
     losses = whole.train(30)
     run, seen = Run(), []
-    with looped(run, tmp_path, every=4, async_=async_) as ckpt:
+    with start_loop(run, tmp_path, every=4, async_=async_) as ckpt:
         assert ckpt.start == 0
         for _ in range(14):
             seen += run.train(1)
             ckpt.step(loss=seen[-1])
     run = Run(seed=3)
-    with looped(run, tmp_path, every=4, async_=async_) as ckpt:
+    with start_loop(run, tmp_path, every=4, async_=async_) as ckpt:
         assert ckpt.start == 12
         assert ckpt.resumed["metrics"] == {"loss": seen[11]}
         seen = seen[: ckpt.start]
@@ -63,35 +63,37 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, async_):
     assert verify_run(tmp_path)
 
 
-def test_the_loop_waits_for_the_copy_only(tmp_path):
+def test_the_loop_waits_only_for_the_snapshot(tmp_path):
     run, may_write = Run(), threading.Event()
     committed = []
 
-    def hold(path):
+    def block(path):
         committed.append(path)
         may_write.wait(30)
 
-    with looped(run, tmp_path, every=2, on_commit=hold) as ckpt:
+    with start_loop(run, tmp_path, every=2, on_commit=block) as ckpt:
         run.train(2)
         ckpt.step(2)
         before = [p.detach().clone() for p in run.model.parameters()]
-        run.train(1)  # while that save is under way
+        run.train(1)  # during the background save
         ckpt.step(3)
         may_write.set()
         ckpt.wait()
     saved = load_checkpoint(committed[0])
-    names_of = [name for name, _ in run.model.named_parameters()]
-    assert all(same_bits(saved["model"][n], p) for n, p in zip(names_of, before, strict=True))
+    parameter_names = [name for name, _ in run.model.named_parameters()]
+    assert all(
+        same_bits(saved["model"][n], p) for n, p in zip(parameter_names, before, strict=True)
+    )
     assert saved["step"] == 2
 
 
-def test_what_goes_wrong_in_the_background_surfaces_at_the_next_call(tmp_path, monkeypatch):
+def test_errors_of_background_saves_are_raised_by_the_next_call(tmp_path, monkeypatch):
     run = Run()
 
     def fail(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with looped(run, tmp_path, every=1) as ckpt:
+    with start_loop(run, tmp_path, every=1) as ckpt:
         ckpt.step()
         ckpt.wait()
         monkeypatch.setattr(os, "fsync", fail)
@@ -103,39 +105,39 @@ def test_what_goes_wrong_in_the_background_surfaces_at_the_next_call(tmp_path, m
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_a_failed_save_is_noted_on_the_error_that_ends_the_loop(tmp_path):
+def test_a_failed_save_adds_a_note_to_the_error_that_ends_the_loop(tmp_path):
     def fail(path):
         raise RuntimeError("no upload")
 
     def train():
-        with looped(Run(), tmp_path, every=1, on_commit=fail) as ckpt:
+        with start_loop(Run(), tmp_path, every=1, on_commit=fail) as ckpt:
             ckpt.step()
-            raise KeyError("mine")
+            raise KeyError("missing")
 
     with pytest.raises(KeyError) as caught:
         train()
     assert "no upload" in caught.value.__notes__[0]
 
 
-def kept(tmp_path, metrics, **options):
+def save_all(tmp_path, metrics, **options):
     run = Run()
-    with looped(run, tmp_path, every=1, async_=False, **{"base": None, **options}) as ckpt:
+    with start_loop(run, tmp_path, every=1, async_=False, **{"base": None, **options}) as ckpt:
         for value in metrics:
             ckpt.step(loss=value)
     return [int(name.removeprefix("step-")) for name in names(tmp_path)]
 
 
-def test_the_last_the_best_and_every_nth_are_kept(tmp_path):
+def test_retention_keeps_the_last_the_best_and_every_nth(tmp_path):
     losses = [5, 4, 1, 6, 7, 8, 9]
-    assert kept(tmp_path / "a", losses, keep_last=2) == [6, 7]
-    assert kept(tmp_path / "b", losses, keep_last=1, keep_best="loss") == [3, 7]
-    assert kept(tmp_path / "c", losses, keep_best="loss", best_is="max") == [7]
-    assert kept(tmp_path / "d", losses, keep_every=3) == [3, 6, 7]
-    assert kept(tmp_path / "e", losses) == [1, 2, 3, 4, 5, 6, 7]
+    assert save_all(tmp_path / "a", losses, keep_last=2) == [6, 7]
+    assert save_all(tmp_path / "b", losses, keep_last=1, keep_best="loss") == [3, 7]
+    assert save_all(tmp_path / "c", losses, keep_best="loss", best_is="max") == [7]
+    assert save_all(tmp_path / "d", losses, keep_every=3) == [3, 6, 7]
+    assert save_all(tmp_path / "e", losses) == [1, 2, 3, 4, 5, 6, 7]
     assert not list(tmp_path.rglob("*slimtensors-tmp"))
 
 
-def test_the_new_one_is_there_before_an_old_one_goes(tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path, monkeypatch):
     import slimtensors.checkpoint.loop as loop
 
     removed = []
@@ -144,13 +146,13 @@ def test_the_new_one_is_there_before_an_old_one_goes(tmp_path, monkeypatch):
         removed.append((path.name, names(tmp_path)[-1]))
 
     monkeypatch.setattr(loop, "remove_folder", watch)
-    kept(tmp_path, [1, 2, 3], keep_last=1)
+    save_all(tmp_path, [1, 2, 3], keep_last=1)
     assert removed[0] == ("step-00000001", "step-00000002")
 
 
-def test_a_damaged_newest_one_is_passed_over_aloud(tmp_path, caplog):
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):
     run = Run()
-    with looped(run, tmp_path, every=1, async_=False) as ckpt:
+    with start_loop(run, tmp_path, every=1, async_=False) as ckpt:
         run.train(1)
         ckpt.step()
         run.train(1)
@@ -160,125 +162,107 @@ def test_a_damaged_newest_one_is_passed_over_aloud(tmp_path, caplog):
     raw[-9] ^= 1
     file.write_bytes(raw)
     assert list(verify_run(tmp_path).damaged) == ["step-00000002"]
-    with caplog.at_level(logging.WARNING), looped(Run(), tmp_path) as ckpt:
+    with caplog.at_level(logging.WARNING), start_loop(Run(), tmp_path) as ckpt:
         assert ckpt.start == 1
-    assert "step-00000002: cannot be resumed from" in caplog.text
+    assert "step-00000002: cannot resume" in caplog.text
     (tmp_path / "step-00000001" / "state.safetensors").write_bytes(b"")
-    with pytest.raises(FormatError, match="none of its 2 checkpoints"), looped(Run(), tmp_path):
+    with pytest.raises(FormatError, match="none of the 2 checkpoints"), start_loop(Run(), tmp_path):
         pass
 
 
-def test_another_model_does_not_resume_and_an_old_run_is_not_overwritten(tmp_path):
-    with looped(Run(), tmp_path, every=1) as ckpt:
+def test_resume_raises_for_another_model_and_for_resume_false(tmp_path):
+    with start_loop(Run(), tmp_path, every=1) as ckpt:
         ckpt.step()
-    with pytest.raises(MismatchError, match=r"words\.weight"), looped(Run(width=16), tmp_path):
+    with pytest.raises(MismatchError, match=r"words\.weight"), start_loop(Run(width=16), tmp_path):
         pass
     with (
         pytest.raises(ConfigError, match="resume, or choose"),
-        looped(Run(), tmp_path, resume=False),
+        start_loop(Run(), tmp_path, resume=False),
     ):
         pass
 
 
-def test_a_second_process_is_refused(tmp_path):
-    code = "import sys, training; from slimtensors.checkpoint import checkpointing\n"
-    code += "with checkpointing(sys.argv[1], training.Run().model): pass"
-    with looped(Run(), tmp_path):
+def test_a_second_process_raises_in_use_error(tmp_path):
+    with start_loop(Run(), tmp_path):
         with (
             pytest.raises(InUseError, match=f"in use by process {os.getpid()}"),
-            looped(Run(), tmp_path),
+            start_loop(Run(), tmp_path),
         ):
             pass
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+        done = start_program("open_run", tmp_path)
         assert done.returncode == 1
         assert "InUseError" in done.stderr
         with pytest.raises(InUseError):
             repair_run(tmp_path)
-    with looped(Run(), tmp_path):
+    with start_loop(Run(), tmp_path):
         pass
 
 
-TERMINATED = """
-import os, signal, sys, training
-from slimtensors.checkpoint import checkpointing
-run = training.Run()
-with checkpointing(sys.argv[1], *run.parts(), every=1000) as ckpt:
-    for step in range(5):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        run.train(1)
-        ckpt.step()
-    print("went on")
-"""
-
-
-def test_sigterm_saves_and_ends(tmp_path):
-    command = [sys.executable, "-c", TERMINATED, str(tmp_path)]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+def test_sigterm_saves_and_exits(tmp_path):
+    done = start_program("sigterm", tmp_path)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, ""), done.stderr
     assert names(tmp_path) == ["step-00000004"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_bad_options_are_told(tmp_path):
+def test_invalid_options_raise(tmp_path):
     for options in ({"every": 0}, {"keep_last": 0}, {"keep_every": 1.5}, {"best_is": "least"}):
         with pytest.raises(ConfigError):
-            looped(Run(), tmp_path, **options)
+            start_loop(Run(), tmp_path, **options)
 
 
-def test_a_snapshot_reuses_its_memory_and_keeps_what_is_tied():
+def test_a_snapshot_reuses_memory_and_keeps_tied_tensors_tied():
     x = torch.randn(4, 5)
     state = {"a": x, "b": {"c": x.t(), "again": x}, "n": 1}
     snapshot = Snapshot()
-    taken = snapshot.take(state).tensors
-    places = {name: y.data_ptr() for name, y in taken.items()}
-    assert taken["a"] is taken["b.again"]
+    copies = snapshot.take(state).tensors
+    addresses = {name: y.data_ptr() for name, y in copies.items()}
+    assert copies["a"] is copies["b.again"]
     x.add_(1)
-    assert not same_bits(taken["a"], x)
-    taken = snapshot.take(state).tensors
-    assert {name: y.data_ptr() for name, y in taken.items()} == places
-    assert same_bits(taken["a"], x)
-    assert same_bits(taken["b.c"], x.t())
+    assert not same_bits(copies["a"], x)
+    copies = snapshot.take(state).tensors
+    assert {name: y.data_ptr() for name, y in copies.items()} == addresses
+    assert same_bits(copies["a"], x)
+    assert same_bits(copies["b.c"], x.t())
 
 
-def test_a_snapshot_of_what_is_trained_is_plain_data():
+def test_a_snapshot_contains_plain_tensors():
     state = {
         "weight": nn.Parameter(torch.randn(3, 3)),
         "small": torch.randn(8).to(torch.float8_e5m2),
         "other": torch.randn(2, dtype=torch.complex64).conj(),
         "none": torch.empty(0),
     }
-    taken = Snapshot().take(state).tensors
-    assert not any(y.requires_grad or y.is_conj() for y in taken.values())
-    assert all(same_bits(y, state[name].detach().resolve_conj()) for name, y in taken.items())
+    copies = Snapshot().take(state).tensors
+    assert not any(y.requires_grad or y.is_conj() for y in copies.values())
+    assert all(same_bits(y, state[name].detach().resolve_conj()) for name, y in copies.items())
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_snapshot_takes_every_dtype(name):
+def test_a_snapshot_supports_every_dtype(name):
     x = bits(1, 24, DTYPES[name], 0.9)
     assert same_bits(Snapshot().take({"x": x}).tensors["x"], x)
 
 
-def fitting(schema, capsys):
-    """Return the JSON that was printed, which must be as its schema says."""
+def read_json(schema, capsys):
+    """Return the printed JSON after validating it against its schema."""
     printed = json.loads(capsys.readouterr().out)
     path = TESTS.parent / "docs" / "schemas" / f"{schema}.json"
     jsonschema.validate(printed, json.loads(path.read_text()))
     return printed
 
 
-def test_a_run_on_the_command_line(tmp_path, capsys):
+def test_command_line_inspects_verifies_and_repairs_a_run(tmp_path, capsys):
     folder = tmp_path / "run"
-    kept(folder, [3, 2], base="auto")
+    save_all(folder, [3, 2], base="auto")
     assert is_run(folder)
     assert main(["inspect", str(folder)]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["checkpoint", "kind", "profile", "base", "step", "stored", "age"]
     assert table[2].startswith("step-00000002  delta  exact    step-00000001     2")
     assert main(["inspect", str(folder), "--json"]) == 0
-    told = fitting("run", capsys)["checkpoints"]
-    assert [(t["step"], t["metrics"]) for t in told] == [(1, {"loss": 3.0}), (2, {"loss": 2.0})]
+    listed = read_json("run", capsys)["checkpoints"]
+    assert [(t["step"], t["metrics"]) for t in listed] == [(1, {"loss": 3.0}), (2, {"loss": 2.0})]
     assert main(["verify", str(folder)]) == 0
     assert "2 checkpoints intact" in capsys.readouterr().out
 
@@ -288,30 +272,30 @@ def test_a_run_on_the_command_line(tmp_path, capsys):
     assert main(["repair", str(folder)]) == 0
     assert "1 incomplete checkpoint removed" in capsys.readouterr().out
     assert main(["verify", str(folder), "--json"]) == 0
-    assert fitting("verify-run", capsys)["checkpoints"] == 2
+    assert read_json("verify-run", capsys)["checkpoints"] == 2
     assert main(["repair", str(folder), "--json"]) == 0
-    assert fitting("repair", capsys) == {"removed": [], "left": {}}
+    assert read_json("repair", capsys) == {"removed": [], "left": {}}
 
 
-def damage(about, kind):
-    raw = about.read_bytes()
+def damage(manifest, kind):
+    raw = manifest.read_bytes()
     match kind:
         case "a flipped bit":
-            about.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+            manifest.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
         case "a newer version":
-            about.write_bytes(raw.replace(b'"version": 1', b'"version": 2'))
+            manifest.write_bytes(raw.replace(b'"version": 1', b'"version": 2'))
         case "an unknown key":
-            about.write_bytes(raw.replace(b'"version": 1', b'"version": 1, "sealed": true'))
+            manifest.write_bytes(raw.replace(b'"version": 1', b'"version": 1, "sealed": true'))
         case "an empty file":
-            about.write_bytes(b"")
+            manifest.write_bytes(b"")
         case "no file":
-            about.unlink()
+            manifest.unlink()
         case "a folder":
-            about.unlink()
-            about.mkdir()
+            manifest.unlink()
+            manifest.mkdir()
         case "another program's":
-            about.write_bytes(b'{"epoch": 3}')
-    assert not about.is_file() or about.read_bytes() != raw
+            manifest.write_bytes(b'{"epoch": 3}')
+    assert not manifest.is_file() or manifest.read_bytes() != raw
 
 
 DAMAGE = [
@@ -331,9 +315,9 @@ def content(folder):
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_an_unreadable_checkpoint_stays_and_is_reported(tmp_path, caplog, capsys, kind, step):
+def test_an_unreadable_checkpoint_is_kept_and_reported(tmp_path, caplog, capsys, kind, step):
     folder = tmp_path / "run"
-    kept(folder, [3, 2, 1], base=None if step == 1 else "auto")
+    save_all(folder, [3, 2, 1], base=None if step == 1 else "auto")
     name = f"step-{step:08d}"
     damage(folder / name / "checkpoint.json", kind)
     before = content(folder / name)
@@ -341,16 +325,16 @@ def test_an_unreadable_checkpoint_stays_and_is_reported(tmp_path, caplog, capsys
     (folder / ".step-00000004.abc.slimtensors-tmp").mkdir()
 
     assert main(["verify", str(folder), "--json"]) == 3
-    assert name in fitting("verify-run", capsys)["damaged"]
+    assert name in read_json("verify-run", capsys)["damaged"]
     assert repair_run(folder) == [".step-00000004.abc.slimtensors-tmp"]
     assert main(["repair", str(folder), "--json"]) == 0
-    assert list(fitting("repair", capsys)["left"]) == [name]
+    assert list(read_json("repair", capsys)["left"]) == [name]
     assert main(["repair", str(folder)]) == 0
     assert f"{name}: unreadable, left as it is" in capsys.readouterr().err
 
     caplog.clear()
     run = Run()
-    with looped(run, folder, every=1, keep_last=1) as ckpt:
+    with start_loop(run, folder, every=1, keep_last=1) as ckpt:
         start = ckpt.start
         for _ in range(start, 5):
             run.train(1)
@@ -362,119 +346,73 @@ def test_an_unreadable_checkpoint_stays_and_is_reported(tmp_path, caplog, capsys
     assert (folder / "logs").is_dir()
 
 
-def test_no_flipped_bit_of_a_description_removes_a_checkpoint(tmp_path):
-    kept(tmp_path, [1])
-    about = tmp_path / "step-00000001" / "checkpoint.json"
-    raw = about.read_bytes()
+def test_a_flipped_bit_in_the_manifest_never_removes_a_checkpoint(tmp_path):
+    save_all(tmp_path, [1])
+    manifest = tmp_path / "step-00000001" / "checkpoint.json"
+    raw = manifest.read_bytes()
     for i in range(0, 8 * len(raw), 3):
         flipped = bytearray(raw)
         flipped[i // 8] ^= 1 << i % 8
-        about.write_bytes(flipped)
+        manifest.write_bytes(flipped)
         assert repair_run(tmp_path) == []
-        assert about.read_bytes() == flipped
+        assert manifest.read_bytes() == flipped
     assert (tmp_path / "step-00000001" / "state.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", ["a flipped bit", "a newer version", "an unknown key"])
-def test_the_base_of_an_unreadable_delta_stays(tmp_path, kind):
-    kept(tmp_path, [2, 1], base="auto")
-    about = tmp_path / "step-00000002" / "checkpoint.json"
-    raw = about.read_bytes()
-    damage(about, kind)
-    with looped(Run(), tmp_path, every=1, keep_last=1, base=None) as ckpt:
+def test_the_base_of_an_unreadable_delta_is_kept(tmp_path, kind):
+    save_all(tmp_path, [2, 1], base="auto")
+    manifest = tmp_path / "step-00000002" / "checkpoint.json"
+    raw = manifest.read_bytes()
+    damage(manifest, kind)
+    with start_loop(Run(), tmp_path, every=1, keep_last=1, base=None) as ckpt:
         ckpt.step()
         ckpt.step()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    about.write_bytes(raw)
+    manifest.write_bytes(raw)
     load_checkpoint(tmp_path / "step-00000002")
 
 
-def test_an_unreadable_keyframe_ends_a_resume_and_its_deltas_stay(tmp_path):
-    kept(tmp_path, [2, 1], base="auto")
-    about = tmp_path / "step-00000001" / "checkpoint.json"
-    raw = about.read_bytes()
-    damage(about, "a flipped bit")
-    with pytest.raises(FormatError, match="none of its 1 checkpoints"), looped(Run(), tmp_path):
+def test_an_unreadable_keyframe_fails_resume_and_its_deltas_are_kept(tmp_path):
+    save_all(tmp_path, [2, 1], base="auto")
+    manifest = tmp_path / "step-00000001" / "checkpoint.json"
+    raw = manifest.read_bytes()
+    damage(manifest, "a flipped bit")
+    with pytest.raises(FormatError, match="none of the 1 checkpoints"), start_loop(Run(), tmp_path):
         pass
-    about.write_bytes(raw)
-    with looped(Run(), tmp_path) as ckpt:
+    manifest.write_bytes(raw)
+    with start_loop(Run(), tmp_path) as ckpt:
         assert ckpt.start == 2
 
 
-def test_a_save_of_the_step_of_an_unreadable_one_takes_another_name(tmp_path):
-    kept(tmp_path, [2, 1], base="auto")
+def test_a_save_at_the_step_of_an_unreadable_checkpoint_uses_another_name(tmp_path):
+    save_all(tmp_path, [2, 1], base="auto")
     damage(tmp_path / "step-00000002" / "checkpoint.json", "an empty file")
-    with looped(Run(), tmp_path, every=1) as ckpt:
+    with start_loop(Run(), tmp_path, every=1) as ckpt:
         ckpt.step()
     assert names(tmp_path) == ["step-00000001", "step-00000002-2"]
-    with looped(Run(), tmp_path) as ckpt:
+    with start_loop(Run(), tmp_path) as ckpt:
         assert ckpt.start == 2
 
 
-def test_only_names_of_our_own_writer_are_removed(tmp_path):
-    kept(tmp_path, [1])
-    strangers = ["x.slimtensors-tmp", ".x.tmp", "step-00000009.tmp", ".hidden"]
-    for name in strangers:
+def test_repair_removes_only_temporary_folders_of_our_writer(tmp_path):
+    save_all(tmp_path, [1])
+    others = ["x.slimtensors-tmp", ".x.tmp", "step-00000009.tmp", ".hidden"]
+    for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.safetensors").write_bytes(b"")
     (tmp_path / ".y.slimtensors-tmp").symlink_to(tmp_path / ".hidden")
     (tmp_path / ".z.slimtensors-tmp").mkdir()
     assert repair_run(tmp_path) == [".z.slimtensors-tmp"]
-    assert all((tmp_path / name / "state.safetensors").exists() for name in strangers)
-
-
-KILLED = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch, training
-from slimtensors.checkpoint import checkpointing, load_checkpoint, points
-torch.set_num_threads(1)
-
-folder, count = Path(sys.argv[1]), int(sys.argv[2])
-run = training.Run()
-run.train(1)
-chance = random.Random(0)
-whole = 0
-
-def child(tell):
-    with checkpointing(folder, *run.parts(), every=1, keep_last=2, threads=1) as ckpt:
-        while True:
-            ckpt.step()
-            os.write(tell, b".")
-
-last, begun = 0, 1e-3
-for _ in range(count):
-    hear, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        child(tell)
-    os.read(hear, 1)
-    start = time.monotonic()
-    for _ in range(chance.randrange(3)):
-        os.read(hear, 1)
-        start, begun = time.monotonic(), time.monotonic() - start
-    time.sleep(chance.uniform(0, 2 * begun))  # somewhere in the two saves that come now
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(hear)
-    os.close(tell)
-    found = points(folder)
-    for point in found:
-        load_checkpoint(point.path, threads=1)
-    newest = found[-1].manifest.step if found else 0
-    assert newest >= last, (last, found)
-    last = newest
-    whole += len(found)
-print(last, whole)
-"""
+    assert all((tmp_path / name / "state.safetensors").exists() for name in others)
 
 
 @pytest.mark.slow
 @pytest.mark.crash
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_killed_at_any_moment_the_newest_complete_one_loads(tmp_path):
+def test_after_a_kill_at_any_time_the_newest_complete_checkpoint_loads(tmp_path):
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path  # where fsync is free
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        last, whole = map(int, run(KILLED, folder, 100, timeout=300).split())
+        last, loads = map(int, run_program("kill_saves", folder, 100, timeout=300).split())
     assert last > 100
-    assert whole > 100
+    assert loads > 100

@@ -1,22 +1,22 @@
-"""The command line for torchrun: rank 1 is killed when it is about to note its second file."""
+"""Command line for torchrun; rank 1 is killed before it opened its second file."""
 
 import os
 import signal
 import sys
 
-records = 0
+opened = 0
 
 
-def watch(event, arguments):
-    global records
+def kill_second_write(event, arguments):
+    global opened
     if event == "open" and str(arguments[0]).endswith(".json.slimtensors-tmp"):
-        records += 1
-        if records == 2:
+        opened += 1
+        if opened == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 if os.environ["RANK"] == "1":
-    sys.addaudithook(watch)
+    sys.addaudithook(kill_second_write)
 
 from slimtensors.cli import main  # noqa: E402
 

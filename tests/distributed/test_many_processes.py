@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import weights, write_folder
-from ranks_tools import files, said, together, torchrun
+from ranks_tools import read_files, read_messages, run_ranks, torchrun
 
 import slimtensors
 from slimtensors.errors import ConfigError, FormatError, MismatchError, RankError
@@ -53,8 +53,8 @@ def one_file(tmp_path_factory):
 def test_ranks_that_share_one_file_write_the_bytes_of_one_process(one_file, tmp_path, preset):
     alone = compress_folder(one_file, tmp_path / "one", preset=preset)
     many = partial(compress_folder, one_file, tmp_path / "small", preset=preset, threads=1)
-    first, *others = together(3, lambda ranks: many(ranks=ranks))
-    assert files(tmp_path / "small") == files(tmp_path / "one")
+    first, *others = run_ranks(3, lambda ranks: many(ranks=ranks))
+    assert read_files(tmp_path / "small") == read_files(tmp_path / "one")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert [(t.name, t.codec, t.note) for t in first.tensors] == [
         (t.name, t.codec, t.note) for t in alone.tensors
@@ -77,12 +77,14 @@ def test_ranks_that_share_many_files_write_the_bytes_of_one_process(tmp_path, op
     source = write_folder(tmp_path / "model", table=table, shards=3)
     compress_folder(source, tmp_path / "one", **options)
     many = partial(compress_folder, source, tmp_path / "small", **options, threads=1)
-    assert not [r for r in together(3, lambda ranks: many(ranks=ranks)) if isinstance(r, Exception)]
-    assert files(tmp_path / "small") == files(tmp_path / "one")
+    assert not [
+        r for r in run_ranks(3, lambda ranks: many(ranks=ranks)) if isinstance(r, Exception)
+    ]
+    assert read_files(tmp_path / "small") == read_files(tmp_path / "one")
     back = partial(decompress_folder, tmp_path / "small", tmp_path / "back", threads=1)
-    together(2, lambda ranks: back(ranks=ranks))
+    run_ranks(2, lambda ranks: back(ranks=ranks))
     decompress_folder(tmp_path / "one", tmp_path / "again")
-    assert files(tmp_path / "back") == files(tmp_path / "again")
+    assert read_files(tmp_path / "back") == read_files(tmp_path / "again")
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
@@ -100,13 +102,13 @@ def test_ranks_quantize_a_folder_as_one_process_does(tmp_path, dialect):
         how = Rewrite(threads=1, ranks=ranks)
         return quantize_folder(source, tmp_path / "small", config, dialect=dialect, how=how)
 
-    assert not [r for r in together(2, work) if isinstance(r, Exception)]
-    assert files(tmp_path / "small") == files(tmp_path / "one")
+    assert not [r for r in run_ranks(2, work) if isinstance(r, Exception)]
+    assert read_files(tmp_path / "small") == read_files(tmp_path / "one")
 
 
 def test_a_function_that_chooses_is_for_one_process(tmp_path):
     source = write_folder(tmp_path / "model")
-    first, _ = together(
+    first, _ = run_ranks(
         2, lambda r: compress_folder(source, tmp_path / "x", preset=lambda n, x: None, ranks=r)
     )
     assert isinstance(first, ConfigError)
@@ -132,7 +134,7 @@ def shards(tmp_path):
     """Return a folder of three files, and how it is compressed without interruption."""
     source = write_folder(tmp_path / "model", shards=3)
     compress_folder(source, tmp_path / "one")
-    return source, files(tmp_path / "one")
+    return source, read_files(tmp_path / "one")
 
 
 OTHERS = {
@@ -156,7 +158,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_files_that_are_not_finished(
     for left in (".x.slimtensors-tmp", "model-00002-of-00003.safetensors", "old.safetensors"):
         (tmp_path / WORK / "files" / left).write_bytes(b"what a killed process leaves")
     compress_folder(source, tmp_path / "small")
-    assert files(tmp_path / "small") == want
+    assert read_files(tmp_path / "small") == want
     assert (tmp_path / "small" / FIRST).stat().st_ino == kept.st_ino
     assert (tmp_path / "small" / FIRST).stat().st_mtime_ns == kept.st_mtime_ns
     assert not (tmp_path / WORK).exists()
@@ -175,8 +177,8 @@ def test_a_finished_file_that_was_damaged_is_made_again(shards, tmp_path):
     raw = bytearray(damaged.read_bytes())
     raw[-1] ^= 1
     damaged.write_bytes(raw)
-    together(2, lambda ranks: compress_folder(source, tmp_path / "small", ranks=ranks))
-    assert files(tmp_path / "small") == want
+    run_ranks(2, lambda ranks: compress_folder(source, tmp_path / "small", ranks=ranks))
+    assert read_files(tmp_path / "small") == want
 
 
 def test_a_run_with_other_options_or_weights_is_not_mixed_with_a_stopped_one(shards, tmp_path):
@@ -188,13 +190,13 @@ def test_a_run_with_other_options_or_weights_is_not_mixed_with_a_stopped_one(sha
     with pytest.raises(ConfigError, match="its weights"):
         compress_folder(source, tmp_path / "small")
     compress_folder(source, tmp_path / "small", replace=True)
-    assert files(tmp_path / "small") == want
+    assert read_files(tmp_path / "small") == want
 
 
 def test_ranks_that_do_not_do_the_same_are_told(tmp_path):
     source = write_folder(tmp_path / "model")
     presets = ["lossless", "sparse"]
-    first, second = together(
+    first, second = run_ranks(
         2,
         lambda r: compress_folder(source, tmp_path / "small", preset=presets[r.rank], ranks=r),
     )
@@ -216,7 +218,7 @@ def test_ranks_wait_for_each_other_at_every_piece_of_work():
             run.meet("made")
             assert came.count(turn) == 2
 
-    assert together(2, work, store=store) == [None, None]
+    assert run_ranks(2, work, store=store) == [None, None]
 
 
 def test_all_ranks_live_until_the_last_has_heard_that_one_failed():
@@ -233,7 +235,7 @@ def test_all_ranks_live_until_the_last_has_heard_that_one_failed():
                 ranks.meet("begun")
         assert begun.is_set()
 
-    assert together(3, work) == [None] * 3
+    assert run_ranks(3, work) == [None] * 3
 
 
 def test_a_rank_that_never_comes_is_given_up(tmp_path):
@@ -242,7 +244,7 @@ def test_a_rank_that_never_comes_is_given_up(tmp_path):
     def work(ranks):
         return compress_folder(source, tmp_path / "x", ranks=ranks) if ranks.rank == 0 else None
 
-    lost, _ = together(2, work, timeout=0.3)
+    lost, _ = run_ranks(2, work, timeout=0.3)
     assert isinstance(lost, RankError)
     assert "rank 1 has not got on for 0.3 s" in str(lost)
 
@@ -324,16 +326,16 @@ def test_a_rank_that_is_killed_ends_the_run_and_the_next_one_goes_on(tmp_path):
     script = Path(__file__).with_name("killed_rank.py")
     done = torchrun(2, "compress", source, "-o", tmp_path / "small", script=script)
     assert done.returncode != 0
-    (line,) = said(done)
+    (line,) = read_messages(done)
     assert line.startswith("slimtensors: rank 0: ")
     assert not (tmp_path / "small").exists()
     kept = {path.name: path.stat().st_ino for path in (tmp_path / WORK / "files").iterdir()}
     finished = {path.stem for path in (tmp_path / WORK / "records" / "files").iterdir()}
     assert 1 <= len(finished) <= 3
     done = torchrun(2, "compress", source, "-o", tmp_path / "small", "--json")
-    assert (done.returncode, said(done)) == (0, [])
+    assert (done.returncode, read_messages(done)) == (0, [])
     assert len(json.loads(done.stdout)["tensors"]) == 11  # one report, by rank 0
-    assert files(tmp_path / "small") == files(tmp_path / "one")
+    assert read_files(tmp_path / "small") == read_files(tmp_path / "one")
     now = {path.name: path.stat().st_ino for path in (tmp_path / "small").iterdir()}
     assert all(now[name] == kept[name] for name in finished)
 
@@ -343,7 +345,7 @@ def test_an_error_is_one_line_on_every_rank(tmp_path):
     source = write_folder(tmp_path / "model")
     done = torchrun(2, "compress", source, "-o", source)
     assert done.returncode != 0
-    first, second = said(done)
+    first, second = read_messages(done)
     assert first == f"slimtensors: rank 0: {source} already exists; use -f to replace it"
     assert second.startswith("slimtensors: rank 1: ")
 
@@ -370,7 +372,7 @@ def test_torchrun_writes_to_s3(tmp_path):
         source = write_folder(tmp_path / "model", table={"x": table["dense"]})
         compress_folder(source, tmp_path / "one")
         done = torchrun(2, "compress", source, "-o", "s3://models/a/small", **environment)
-        assert (done.returncode, said(done)) == (0, []), done.stderr
+        assert (done.returncode, read_messages(done)) == (0, []), done.stderr
         listed = client.list_objects_v2(Bucket="models")["Contents"]
         objects = {
             entry["Key"].removeprefix("a/small/"): client.get_object(
@@ -378,7 +380,7 @@ def test_torchrun_writes_to_s3(tmp_path):
             )["Body"].read()
             for entry in listed
         }
-        assert objects == files(tmp_path / "one")
+        assert objects == read_files(tmp_path / "one")
         client.close()
     finally:
         server.stop()

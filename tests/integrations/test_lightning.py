@@ -80,7 +80,7 @@ def test_removing_waits_for_those_that_need_it(tmp_path):
 
 
 def test_a_base_goes_with_the_last_that_needs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("slimtensors.checkpoint.run._TOO_LARGE", 10.0)
+    monkeypatch.setattr("slimtensors.checkpoint.run._MAX_DELTA_RATIO", 10.0)
     plugin = SlimCheckpointIO()
     state = {"state_dict": {"w": torch.randn(64, 64)}, "global_step": 0}
     for step in range(3):

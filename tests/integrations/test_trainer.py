@@ -106,5 +106,7 @@ def test_a_trainer_that_saves_itself_is_refused(tmp_path):
 
 def test_an_old_run_is_not_overwritten(tmp_path):
     trained(tmp_path, SlimCheckpoints(every=3), Stop(3))
-    with pytest.raises(ConfigError, match="holds checkpoint-3, but training goes on from step 0"):
+    with pytest.raises(
+        ConfigError, match="contains checkpoint-3, but training resumes from step 0"
+    ):
         trained(tmp_path, SlimCheckpoints(every=3), Stop(3))

@@ -1,4 +1,4 @@
-"""States, saved and loaded by a single process."""
+"""Example states, saved and loaded by a single process."""
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -9,7 +9,7 @@ SINGLE = "ignore:torch.distributed is disabled"
 
 
 def state(seed=0, rows=1500):
-    """A model of which one tensor takes three pieces, moments, and things that are no tensors."""
+    """Return a state with a tensor of three pieces, moments, and values that are not tensors."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0):
@@ -38,7 +38,7 @@ def state(seed=0, rows=1500):
 
 
 def later(before, seed=1):
-    """The same state a little later."""
+    """Return the state after a few more steps."""
     g = torch.Generator().manual_seed(seed)
     after = state(0)
     weight = after["model"]["wide"]
@@ -52,7 +52,7 @@ def later(before, seed=1):
 
 
 def blank(value):
-    """The same state with nothing in it."""
+    """Return the state with zeros instead of values."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Model folders from distributed checkpoints, and back."""
+"""Conversion between model folders and distributed checkpoints."""
 
 import json
 
@@ -25,7 +25,7 @@ def model():
     }
 
 
-def test_a_folder_survives_the_way_there_and_back(model, tmp_path):
+def test_a_model_folder_round_trips(model, tmp_path):
     source = tmp_path / "source"
     slimtensors.save(model, source, preset="dense", max_shard_size="3MB")
     (source / "config.json").write_text('{"model_type": "llama"}')
@@ -46,43 +46,43 @@ def test_a_folder_survives_the_way_there_and_back(model, tmp_path):
     assert all(same_bits(found[name], x) for name, x in model.items())
 
 
-def test_only_the_model_goes_into_a_folder(tmp_path):
+def test_consolidate_writes_only_the_model(tmp_path):
     save(state(), tmp_path / "a")
     consolidate(tmp_path / "a", tmp_path / "hf", preset="lossless")
     assert same_tensors(slimtensors.load(tmp_path / "hf"), state()["model"])
-    with pytest.raises(ConfigError, match="no tensors under 'modle', but model, optim"):
+    with pytest.raises(ConfigError, match="no tensors under 'modle'; found model, optim"):
         consolidate(tmp_path / "a", tmp_path / "none", key="modle")
     with pytest.raises(ConfigError, match="already exists and is not empty"):
         consolidate(tmp_path / "a", tmp_path / "hf")
 
 
-def test_a_state_that_is_nothing_but_a_model_needs_no_key(model, tmp_path):
+def test_consolidate_ignores_the_key_of_a_flat_state(model, tmp_path):
     save(model, tmp_path / "a")
     consolidate(tmp_path / "a", tmp_path / "hf")
     assert same_tensors(slimtensors.load(tmp_path / "hf"), model)
 
 
-def test_a_model_that_is_not_found_is_never_another_tensor(model, tmp_path):
+def test_consolidate_raises_if_the_key_is_missing(model, tmp_path):
     save({"net": model, "count": torch.tensor(3)}, tmp_path / "a")
-    with pytest.raises(ConfigError, match="no tensors under 'model', but count, net"):
+    with pytest.raises(ConfigError, match="no tensors under 'model'; found count, net"):
         consolidate(tmp_path / "a", tmp_path / "hf")
 
 
-def test_a_model_may_lie_deeper_in_the_state(model, tmp_path):
+def test_consolidate_accepts_a_nested_key(model, tmp_path):
     save({"app": {"model": model, "optim": {"m": torch.ones(3)}}}, tmp_path / "a")
     consolidate(tmp_path / "a", tmp_path / "hf", key="app.model")
     assert same_tensors(slimtensors.load(tmp_path / "hf"), model)
 
 
-def test_what_a_folder_cannot_hold_is_told(model, tmp_path, caplog):
+def test_consolidate_warns_about_values_that_are_not_tensors(model, tmp_path, caplog):
     save({"model": {**model, "_extra_state": {"scale": 2}}, "step": 3}, tmp_path / "a")
     consolidate(tmp_path / "a", tmp_path / "hf")
-    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 1
-    assert told[0].endswith("stay out of the folder: model._extra_state.scale")
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("values left out, not tensors: model._extra_state.scale")
 
 
-def test_a_coded_folder_says_so_in_its_config(model, tmp_path):
+def test_consolidate_describes_a_coded_folder_in_its_config(model, tmp_path):
     save({"model": model}, tmp_path / "a")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     options = {"config": tmp_path / "config.json"}
@@ -95,7 +95,7 @@ def test_a_coded_folder_says_so_in_its_config(model, tmp_path):
     assert config == {"model_type": "llama"}
 
 
-def test_a_single_file_can_be_distributed_over_an_older_checkpoint(model, tmp_path):
+def test_distribute_overwrites_an_older_checkpoint_on_request(model, tmp_path):
     save_file(model, tmp_path / "model.safetensors")
     save(state(), tmp_path / "a")
     with pytest.raises(ConfigError, match="already exists and is not empty"):

@@ -1,4 +1,4 @@
-"""What the command line, and those who take it for a model, say of a distributed checkpoint."""
+"""Inspection and verification of distributed checkpoints."""
 
 import shutil
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(SINGLE)
 
 @pytest.fixture
 def runs(tmp_path):
-    """A checkpoint, and a difference from it."""
+    """Return a folder with a checkpoint and a delta of it."""
     save({**state(), "keys": (torch.ones(3),)}, tmp_path / "a")
     save(later(state()), tmp_path / "b", base=tmp_path / "a")
     return tmp_path
@@ -25,18 +25,18 @@ def runs(tmp_path):
 
 def flip(path):
     raw = bytearray(path.read_bytes())
-    raw[len(raw) // 5] ^= 4  # of the weight
+    raw[len(raw) // 5] ^= 4  # in the weight
     path.write_bytes(raw)
 
 
-def test_a_table_has_a_line_for_each_tensor_of_the_state(runs, capsys):
+def test_inspect_lists_each_tensor_of_the_state(runs, capsys):
     found = inspect(runs / "a")
     wide = next(t for t in found.tensors if t.name == "model.wide")
     assert (wide.shape, wide.codec, wide.dense_bytes) == ((1500, 700), "huffman", 1500 * 700 * 4)
     assert 0.7 < wide.stored_bytes / wide.dense_bytes < 0.9
     assert main(["inspect", str(runs / "b"), "--only", "model.*"]) == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()[1:]] == [
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines()[1:]] == [
         *["model.wide", "model.bias", "model.scale"],
         "total",
     ]
@@ -52,17 +52,17 @@ def test_verify_reads_all_ranks_and_the_base(runs, capsys):
     assert list(verify(runs / "a").damaged) == ["model.wide"]
 
 
-def test_verify_misses_files_and_bases(runs):
+def test_verify_raises_if_a_file_or_base_is_missing(runs):
     shutil.rmtree(runs / "a")
-    with pytest.raises(MismatchError, match="bring it back"):
+    with pytest.raises(MismatchError, match="not found at"):
         verify(runs / "b")
     save(state(), runs / "c")
     (runs / "c" / "rank-00000.safetensors").unlink()
-    with pytest.raises(CorruptFileError, match="is missing"):
+    with pytest.raises(CorruptFileError, match="not found; the checkpoint is incomplete"):
         verify(runs / "c")
 
 
-def test_a_checkpoint_is_not_taken_for_a_model(runs):
+def test_a_distributed_checkpoint_does_not_load_as_a_model(runs):
     with pytest.raises(FormatError, match="is a distributed checkpoint"):
         slimtensors.load(runs / "a")
     with pytest.raises(FormatError, match="is a distributed checkpoint"):

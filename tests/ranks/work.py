@@ -1,4 +1,4 @@
-"""What the processes of a group do: train, save, load, fail. Each tells what it saw in a file."""
+"""Tasks for the processes of a group: train, save, load, fail. Each writes a JSON report."""
 
 import gc
 import json
@@ -23,16 +23,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from slimtensors.checkpoint.distributed import StorageReader, StorageWriter, writer
-from slimtensors.checkpoint.distributed.manifest import read_manifest, write_manifest
+from slimtensors.checkpoint.distributed.manifest import (
+    read_distributed_manifest,
+    write_distributed_manifest,
+)
 from slimtensors.storage.reader import DISTRIBUTED as MANIFEST
 
 WIDE = "model.up.weight"
-"""Of many pieces in every layout."""
+"""A tensor with many pieces in every layout."""
 PIECE = 64 << 10
 
 
 class Net(nn.Module):
-    """Rows that no number of ranks divides, in many pieces."""
+    """A model whose number of rows is not divisible by the number of ranks."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +43,7 @@ class Net(nn.Module):
         self.up = nn.Linear(64, 9001)
         self.down = nn.Linear(9001, 64)
         self.norm = nn.LayerNorm(64)
-        self.gain = nn.Parameter(torch.ones(1))  # of which all ranks but one hold nothing
+        self.gain = nn.Parameter(torch.ones(1))  # all ranks but one have an empty shard
 
     def forward(self, x):
         h = self.words(x)
@@ -79,7 +82,7 @@ class Training:
         return {"model": model, "optim": optimizer, "steps": self.steps}
 
     def load(self, path):
-        """Load a checkpoint and return how many bytes were decoded for it."""
+        """Load a checkpoint and return the number of decoded bytes."""
         state, reader = self.state(), StorageReader(path)
         dcp.load(state, storage_reader=reader)
         model, optimizer = state["model"], state["optim"]
@@ -90,7 +93,7 @@ class Training:
         return reader.decoded_bytes
 
 
-def flat(value, path=""):
+def iter_tensors(value, path=""):
     """Yield names and whole tensors of a state."""
     if isinstance(value, DTensor):
         yield path, value.full_tensor()
@@ -98,34 +101,34 @@ def flat(value, path=""):
         yield path, value
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from flat(part, f"{path}.{key}" if path else str(key))
+            yield from iter_tensors(part, f"{path}.{key}" if path else str(key))
 
 
-def held(state):
-    """The bytes of all that this rank holds of a state."""
+def count_shard_bytes(state):
+    """Return the bytes of the local shards of a state."""
     if isinstance(state, DTensor):
         return state.to_local().nbytes
     if isinstance(state, torch.Tensor):
         return state.nbytes
-    return sum(map(held, state.values())) if isinstance(state, dict) else 0
+    return sum(map(count_shard_bytes, state.values())) if isinstance(state, dict) else 0
 
 
-def wrong(state, folder, name):
-    """Count the tensors of a state that are not those that were saved."""
+def count_differences(state, folder, name):
+    """Return the number of tensors that differ from the reference."""
     want = torch.load(folder / f"{name}.pt")
-    found = dict(flat(state))
+    found = dict(iter_tensors(state))
     assert found.keys() == want.keys()
     return sum(not torch.equal(x, want[key]) for key, x in found.items())
 
 
-def keep(state, folder, name):
-    whole = dict(flat(state))
+def keep_reference(state, folder, name):
+    whole = dict(iter_tensors(state))
     if dist.get_rank() == 0:
         torch.save(whole, folder / f"{name}.pt")
 
 
-def error_of(action):
-    """Do something that must fail, and return what was said."""
+def catch_error(action):
+    """Call `action`, and return its error and duration."""
     begin = time.monotonic()
     try:
         action()
@@ -139,64 +142,64 @@ def save(state, path, **options):
 
 
 def one(folder):
-    """Train on one rank, which holds everything."""
+    """Train on one rank, without sharding."""
     run = Training(seed=3)
     run.train(2)
-    keep(run.state(), folder, "one")
+    keep_reference(run.state(), folder, "one")
     save(run.state(), folder / "one")
 
 
 def two(folder):
-    """Train on two ranks and save in every way."""
-    rank, told = dist.get_rank(), {}
+    """Train on two ranks and save with all options."""
+    rank, report = dist.get_rank(), {}
     run = Training(seed=0)
     run.train(2)
-    keep(run.state(), folder, "base")
+    keep_reference(run.state(), folder, "base")
     save(run.state(), folder / "base")
     run.train(2)
-    keep(run.state(), folder, "delta")
+    keep_reference(run.state(), folder, "delta")
     save(run.state(), folder / "delta", base=folder / "base")
     save(run.state(), folder / "small", base=folder / "base", profile="optimizer-bf16")
-    told["on"] = run.train(3)
+    report["on"] = run.train(3)
 
     again = Training(seed=5)
     again.train(1)
-    told["decoded"] = again.load(folder / "delta")
-    told["held"] = held(again.state())
-    told["wrong"] = wrong(again.state(), folder, "delta")
-    told["again"] = again.train(3)
+    report["decoded"] = again.load(folder / "delta")
+    report["shard_bytes"] = count_shard_bytes(again.state())
+    report["wrong"] = count_differences(again.state(), folder, "delta")
+    report["again"] = again.train(3)
 
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(300_000.0).view(300, 1000)
     layouts = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
     sharded = {name: distribute_tensor(whole, mesh, how) for name, how in layouts.items()}
     save(sharded, folder / "layouts")
-    told["layouts"] = {}
+    report["layouts"] = {}
     for name, how in layouts.items():
         out = {key: distribute_tensor(torch.zeros_like(whole), mesh, how) for key in layouts}
         dcp.load(out, storage_reader=StorageReader(folder / "layouts"))
-        told["layouts"][name] = sum(not torch.equal(x.full_tensor(), whole) for x in out.values())
+        report["layouts"][name] = sum(not torch.equal(x.full_tensor(), whole) for x in out.values())
 
     again.load(folder / "one")
-    told["one"] = wrong(again.state(), folder, "one")
+    report["one"] = count_differences(again.state(), folder, "one")
 
     snapshot = run.state()
-    keep(snapshot, folder, "async")
+    keep_reference(snapshot, folder, "async")
     saving = dcp.async_save(snapshot, storage_writer=StorageWriter(folder / "async"))
     with torch.no_grad():
         for p in run.model.parameters():
             p.zero_()
     getattr(saving, "upload_completion", saving).result()
     again.load(folder / "async")
-    told["async"] = wrong(again.state(), folder, "async")
+    report["async"] = count_differences(again.state(), folder, "async")
 
-    told["errors"] = errors(folder, run, rank)
-    told["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return told
+    report["errors"] = collect_errors(folder, run, rank)
+    report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return report
 
 
-class FailsOnOne(DefaultSavePlanner):
-    """Cannot give a tensor on rank 1."""
+class FailingPlanner(DefaultSavePlanner):
+    """A planner that fails on rank 1."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == 1:
@@ -204,38 +207,38 @@ class FailsOnOne(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def errors(folder, run, rank):
-    """What each rank is told of things that fail on one of them."""
+def collect_errors(folder, run, rank):
+    """Return the errors of this rank in saves and loads that fail on one rank."""
     state = run.state()
-    found = {"exists": error_of(lambda: save(state, folder / "base"))}
+    found = {"exists": catch_error(lambda: save(state, folder / "base"))}
 
     def burn():
         burnt = StorageWriter(folder / "burnt")
-        dcp.save(state, storage_writer=burnt, planner=FailsOnOne())
+        dcp.save(state, storage_writer=burnt, planner=FailingPlanner())
 
-    found["burnt"] = error_of(burn)
+    found["burnt"] = catch_error(burn)
     gc.collect()
     dist.barrier()
     found["left"] = [p.name for p in folder.iterdir() if "burnt" in p.name]
 
     version, writer.VERSION = writer.VERSION, writer.VERSION + rank
-    found["versions"] = error_of(lambda: save(state, folder / "versions"))
+    found["versions"] = catch_error(lambda: save(state, folder / "versions"))
     writer.VERSION = version
     preset = "lossless" if rank else "lossless-max"
-    found["presets"] = error_of(lambda: save(state, folder / "presets", preset=preset))
-    found["targets"] = error_of(lambda: save(state, folder / f"target{rank}"))
+    found["presets"] = catch_error(lambda: save(state, folder / "presets", preset=preset))
+    found["targets"] = catch_error(lambda: save(state, folder / f"target{rank}"))
 
     save(state, folder / "broken")
     for name in ("missing", "extra", "mixed", "flipped"):
         if rank == 0:
             damage(folder, name)
         dist.barrier()
-        found[name] = error_of(lambda name=name: run.load(folder / name))
+        found[name] = catch_error(lambda name=name: run.load(folder / name))
     return found
 
 
 def damage(folder, name):
-    """Make a checkpoint in which something is wrong."""
+    """Write a damaged copy of a checkpoint."""
     target = shutil.copytree(folder / "broken", folder / name)
     file = target / "rank-00001.safetensors"
     if name == "missing":
@@ -244,10 +247,10 @@ def damage(folder, name):
         shutil.copy(file, target / "rank-00007.safetensors")
     elif name == "mixed":
         shutil.copy(folder / "async" / file.name, file)
-        about = read_manifest(target)
+        manifest = read_distributed_manifest(target)
         (target / MANIFEST).unlink()
-        files = {**about.files, file.name: file.stat().st_size}
-        write_manifest(target, replace(about, files=files))
+        files = {**manifest.files, file.name: file.stat().st_size}
+        write_distributed_manifest(target, replace(manifest, files=files))
     else:
         raw = bytearray(file.read_bytes())
         raw[len(raw) // 2] ^= 16
@@ -255,32 +258,32 @@ def damage(folder, name):
 
 
 def three(folder):
-    """Load on three ranks what two have saved."""
-    told = {}
+    """Load on three ranks the checkpoints of two."""
+    report = {}
     run = Training(seed=9)
     run.train(1)
     for name in ("base", "delta"):
         decoded = run.load(folder / name)
-        told[name] = {"decoded": decoded, "held": held(run.state())}
-        told[name]["wrong"] = wrong(run.state(), folder, name)
+        report[name] = {"decoded": decoded, "shard_bytes": count_shard_bytes(run.state())}
+        report[name]["wrong"] = count_differences(run.state(), folder, name)
     mesh = init_device_mesh("cpu", (3,))
     want = torch.load(folder / "delta.pt")[WIDE]
     for name, how in {"columns": [Shard(1)], "copies": [Replicate()]}.items():
         out = {"model": {"up.weight": distribute_tensor(torch.zeros_like(want), mesh, how)}}
         reader = StorageReader(folder / "delta")
         dcp.load(out, storage_reader=reader)
-        told[name] = int(not torch.equal(out["model"]["up.weight"].full_tensor(), want))
-    told["losses"] = run.train(1)
+        report[name] = int(not torch.equal(out["model"]["up.weight"].full_tensor(), want))
+    report["losses"] = run.train(1)
     save(run.state(), folder / "third", base=folder / "base")
-    keep(run.state(), folder, "third")
+    keep_reference(run.state(), folder, "third")
     run.load(folder / "third")
-    told["third"] = wrong(run.state(), folder, "third")
-    told["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return told
+    report["third"] = count_differences(run.state(), folder, "third")
+    report["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return report
 
 
-class Dying(DefaultSavePlanner):
-    """Kills rank 1 while it writes."""
+class KillingPlanner(DefaultSavePlanner):
+    """A planner that kills rank 1 while it writes."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == 1:
@@ -288,8 +291,8 @@ class Dying(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-class Stuck(DefaultSavePlanner):
-    """Never ends on rank 1."""
+class HangingPlanner(DefaultSavePlanner):
+    """A planner that hangs on rank 1."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == 1:
@@ -297,45 +300,45 @@ class Stuck(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-def killed(folder, planner=Dying):
-    """Lose a rank in the middle of a save over an older checkpoint."""
+def killed(folder, planner=KillingPlanner):
+    """Lose a rank while an older checkpoint is being overwritten."""
     state = {"x": torch.arange(6.0), "rows": distribute(torch.arange(40.0))}
     save(state, folder / "kept")
     state = {"x": torch.zeros(6), "rows": distribute(torch.zeros(40))}
     over = StorageWriter(folder / "kept", overwrite=True)
-    return error_of(lambda: dcp.save(state, storage_writer=over, planner=planner()))
+    return catch_error(lambda: dcp.save(state, storage_writer=over, planner=planner()))
 
 
 def stuck(folder):
-    """Wait for a rank that never comes."""
-    return killed(folder, Stuck)
+    """Wait for a rank that hangs."""
+    return killed(folder, HangingPlanner)
 
 
 def distribute(x):
     return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
 
 
-def _enter(task, rank, world, folder, timeout):
+def _run_task(task, rank, world, folder, timeout):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / task}.meet",
+        init_method=f"file://{folder / task}.init",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
-    told = globals()[task](folder)
-    (folder / f"{task}-{rank}.json").write_text(json.dumps(told))
+    report = globals()[task](folder)
+    (folder / f"{task}-{rank}.json").write_text(json.dumps(report))
     if task not in ("killed", "stuck"):
         dist.destroy_process_group()
-    os._exit(0)  # a group that lost a rank would wait for it
+    os._exit(0)  # do not wait for lost ranks
 
 
 def start(task, world, folder, *, timeout=60):
     """Start a group of processes."""
     context = get_context("spawn")
     processes = [
-        context.Process(target=_enter, args=(task, rank, world, Path(folder), timeout))
+        context.Process(target=_run_task, args=(task, rank, world, Path(folder), timeout))
         for rank in range(world)
     ]
     for process in processes:
@@ -343,7 +346,7 @@ def start(task, world, folder, *, timeout=60):
     return processes
 
 
-def told(task, rank, folder):
-    """Return what a rank saw; none if it did not live to tell."""
+def read_report(task, rank, folder):
+    """Return the report of a rank, or None if it did not finish."""
     path = folder / f"{task}-{rank}.json"
     return json.loads(path.read_text()) if path.exists() else None

@@ -325,11 +325,13 @@ def load(
     """
     with open(path, storage_options=storage_options) as archive:
         tensors = dict(archive.items(device=device, threads=threads, run_compressed=run_compressed))
-        return tensors if archive.tree is None else _rebuilt(archive, tensors)
+        return rebuild_state(archive, tensors)
 
 
-def _rebuilt(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    assert archive.tree is not None
+def rebuild_state(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the nested state that was saved; `tensors` are those of the archive."""
+    if archive.tree is None:
+        return tensors
     try:
         state = unflatten(archive.tree, tensors)
     except FormatError as error:

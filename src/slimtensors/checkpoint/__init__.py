@@ -1,13 +1,13 @@
-"""Training checkpoints: small, exact to resume, safe."""
+"""Training checkpoints: small, bit-exact to resume, crash-safe."""
 
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
-from slimtensors.checkpoint.policy import PROFILES, Filter, Profile, RoleInfo
+from slimtensors.checkpoint.policy import PROFILES, Filter, Profile, StateTensorInfo
 from slimtensors.checkpoint.run import (
     Point,
     RunVerification,
     find_unreadable,
     is_run,
-    points,
+    list_checkpoints,
     remove_checkpoint,
     repair_run,
     state_file,
@@ -16,7 +16,9 @@ from slimtensors.checkpoint.run import (
 from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
 from slimtensors.checkpoint.store import Saved, flatten, load_checkpoint, save_checkpoint
 
-About = RoleInfo  # its name in version 0.1
+# Names of version 0.1.
+About = StateTensorInfo
+points = list_checkpoints
 
 __all__ = [
     "PROFILES",
@@ -25,14 +27,15 @@ __all__ = [
     "Filter",
     "Point",
     "Profile",
-    "RoleInfo",
     "RunVerification",
     "Saved",
+    "StateTensorInfo",
     "build_checkpoint",
     "checkpointing",
     "find_unreadable",
     "flatten",
     "is_run",
+    "list_checkpoints",
     "load_checkpoint",
     "points",
     "remove_checkpoint",

@@ -1,4 +1,4 @@
-"""Checkpoints in a training loop: saved on the side, kept as told, resumed from the newest."""
+"""Checkpoints in a training loop: background saves, retention, resume."""
 
 import itertools
 import logging
@@ -22,138 +22,24 @@ from slimtensors.checkpoint.policy import Profile, find_profile
 from slimtensors.checkpoint.run import (
     Point,
     Retention,
-    demote,
-    drop_incomplete,
+    choose_base,
+    count_since_keyframe,
     find_mentioned,
     find_unreadable,
-    needed,
-    next_base,
-    points,
-    resumable,
-    saves_since_keyframe,
+    include_bases,
+    list_checkpoints,
+    reduce_to_history,
+    remove_incomplete,
+    select_resumable,
 )
 from slimtensors.checkpoint.state import Checkpoint, Stateful, build_checkpoint, restore_checkpoint
-from slimtensors.checkpoint.store import FlatState, Saved, load_checkpoint, save_flat
+from slimtensors.checkpoint.store import FlatState, Saved, SaveOptions, load_checkpoint, save_state
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import lock_folder, remove_folder
 from slimtensors.tensor import Spec, allocate, as_bytes, check_storable, to_cpu
 
-_USUAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8}
-
-
-class Snapshot:
-    """Memory for one copy of a state, pinned where it comes from a CUDA device."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    def take(self, state: Mapping[str, Any]) -> FlatState:
-        """Copy all tensors of a state; what was taken before is overwritten."""
-        found, tree = flatten(state)
-        tensors = {name: check_storable(name, value) for name, value in found.items()}
-        at = Counter(x.data_ptr() for x in tensors.values())
-        copies: dict[object, Tensor] = {}
-        taken: dict[str, Tensor] = {}
-        todo: list[tuple[Tensor, Tensor]] = []
-        for name, x in tensors.items():
-            # What is tied stays tied; that most are not, their addresses tell sooner.
-            key = memory_view(x) if at[x.data_ptr()] > 1 else name
-            if key not in copies:
-                copies[key] = self._room(name, x)
-                todo.append((copies[key], x))
-            taken[name] = copies[key]
-        # After the loop: copying leaves nothing in the caches that it could use.
-        _copy_all(todo)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._held = taken
-        return FlatState(taken, tree, state)
-
-    def _room(self, name: str, x: Tensor) -> Tensor:
-        """Return memory for a copy: what was used before, if it still fits."""
-        if x.is_quantized:
-            return x.detach().cpu().clone()  # an empty one would lack the scales
-        copy = self._held.get(name)
-        if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
-            return _pinned(x) if x.is_cuda else allocate(Spec.of(x))
-        return copy
-
-
-@torch.no_grad()
-def _copy_all(todo: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor into the first, the usual ones in one call: a state has hundreds."""
-    usual = [pair for pair in todo if pair[1].dtype in _USUAL or pair[1].is_cuda]
-    if usual:
-        targets, sources = map(list, zip(*usual, strict=True))
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-    for copy, x in todo:
-        if not (x.dtype in _USUAL or x.is_cuda or x.is_quantized):
-            as_bytes(copy).copy_(as_bytes(to_cpu(x)))  # as bytes: some dtypes have no copy kernel
-
-
-def _pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """The objects whose state is kept."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler: Stateful | None = None
-    scaler: Stateful | None = None
-    dataloader: Stateful | None = None
-    extra: Callable[[], Mapping[str, Any]] | None = None
-    files: Callable[[], Mapping[str, bytes]] | None = None
-    """Small files that go with each checkpoint."""
-
-    def build(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> Checkpoint:
-        """Return their state, by reference."""
-        return build_checkpoint(
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.scaler,
-            dataloader=self.dataloader,
-            step=step,
-            epoch=epoch,
-            metrics=metrics,
-            extra=self.extra() if self.extra else None,
-        )
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Put a state back."""
-        restore_checkpoint(
-            checkpoint,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.scaler,
-            dataloader=self.dataloader,
-        )
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """How a loop saves."""
-
-    every: int
-    retention: Retention
-    keep_history: bool
-    base: str | None
-    keyframe_every: int
-    profile: Profile
-    is_async: bool
-    resume: bool
-    on_commit: Callable[[Path], object] | None
-    threads: int | None
-    name: str = "step-{:08d}"
-    """Of the folder of a step."""
 
 
 def checkpointing(
@@ -179,31 +65,36 @@ def checkpointing(
     on_commit: Callable[[Path], object] | None = None,
     threads: int | None = None,
 ) -> "Checkpointing":
-    """Keep the state of a training loop in the folder `run`, and resume from what is there.
+    """Return a context manager that saves a training loop to the folder `run` and resumes it.
 
-        with checkpointing("run", model, optimizer, every=100, keep_last=3) as ckpt:
-            for step in range(ckpt.start, 10_000):
-                ...
-                ckpt.step(loss=loss.item())
+    Checkpoints are stored as differences from the last keyframe; one save in `keyframe_every` is
+    a keyframe. With `base="chain"` the previous checkpoint is the base, with `base=None` every
+    checkpoint is a keyframe. `profile` selects what may be rounded, by default nothing.
+    Checkpoints that no `keep_…` option selects are removed, or with `keep_history` reduced to
+    their weights in bf16.
 
-    Checkpoints are stored as differences from the last one that stands alone, of which there is one
-    in `keyframe_every` saves; with `base="chain"` from the one before, with `base=None` from none.
-    `profile` says what may be rounded: by default nothing. What the `keep_…` options do not keep is
-    removed, or with `keep_history` reduced to its weights in bf16.
+    A step without a save costs nothing. A save waits for the previous one and for a copy of the
+    state; the rest runs in a background thread, which calls `on_commit` with the new folder. Its
+    errors are raised by the next call. On SIGTERM the next `step` saves and exits.
 
-    A step at which nothing is due costs nothing. When a save is due, the loop waits for the one
-    before and for a copy of the state; another thread does the rest and then calls `on_commit` with
-    the folder. What goes wrong there is raised by the next call. SIGTERM lets the next `step` save
-    and then ends the program.
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with checkpointing("run", model, optimizer, every=10, keep_last=2) as ckpt:
+        ...     for step in range(ckpt.start, 40):
+        ...         loss = model(torch.randn(8, 4)).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         saved = ckpt.step(loss=loss.item())
     """
     for name, value in (("every", every), ("keyframe_every", keyframe_every)):
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} must be a number from 1, got {value!r}")
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
     if base not in ("auto", "chain", None):
         raise ConfigError(f"base must be 'auto', 'chain' or None, got {base!r}")
-    how = find_profile(profile)
-    if how.is_model_only:
-        raise ConfigError(f"profile {how.name!r} cannot be resumed from; use keep_history")
+    found = find_profile(profile)
+    if found.is_model_only:
+        raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")
     return Checkpointing(
         local_path(run),
         TrainingObjects(model, optimizer, scheduler, scaler, dataloader, extra),
@@ -213,7 +104,7 @@ def checkpointing(
             keep_history=keep_history,
             base=base,
             keyframe_every=keyframe_every,
-            profile=how,
+            profile=found,
             is_async=async_,
             resume=resume,
             on_commit=on_commit,
@@ -222,41 +113,98 @@ def checkpointing(
     )
 
 
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The objects whose state is saved."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    dataloader: Stateful | None = None
+    extra: Callable[[], Mapping[str, Any]] | None = None
+    files: Callable[[], Mapping[str, bytes]] | None = None
+    """Returns additional small files to write with each checkpoint."""
+
+    def build(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> Checkpoint:
+        """Return their state, by reference."""
+        return build_checkpoint(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            dataloader=self.dataloader,
+            step=step,
+            epoch=epoch,
+            metrics=metrics,
+            extra=self.extra() if self.extra else None,
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a state into the objects."""
+        restore_checkpoint(
+            checkpoint,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            dataloader=self.dataloader,
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Options of a checkpointed loop; `checkpointing` documents them."""
+
+    every: int
+    retention: Retention
+    keep_history: bool
+    base: str | None
+    keyframe_every: int
+    profile: Profile
+    is_async: bool
+    resume: bool
+    on_commit: Callable[[Path], object] | None
+    threads: int | None
+    name: str = "step-{:08d}"
+    """Format of the folder name of a step."""
+
+
 class Checkpointing:
-    """A training loop's checkpoints, from entering the `with` block to leaving it."""
+    """The checkpoints of a training loop; a context manager that locks the run folder."""
 
     def __init__(
         self,
         run: Path,
-        trained: TrainingObjects,
+        objects: TrainingObjects,
         options: CheckpointOptions,
         *,
         start: int | None = None,
     ) -> None:
         self.run = run
         self.start = start or 0
-        """Steps that were done before: where the loop goes on."""
+        """Number of completed steps: the first step to run."""
         self.resumed: Checkpoint | None = None
-        """The state that was resumed from."""
-        self._trained, self._options = trained, options
+        """The state from which the loop resumed, or None."""
+        self._objects, self._options = objects, options
         self._is_restored = start is not None
         self._done = self.start
-        self._since = 0
-        """Saves since the last one that stands alone."""
+        self._since_keyframe = 0
+        """Number of saves since the last keyframe."""
         self._snapshot = Snapshot()
         self._saving: Future[Saved] | None = None
-        self._is_told_to_stop = False
+        self._is_terminating = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self.run.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             stack.enter_context(lock_folder(self.run))
-            drop_incomplete(self.run)
+            remove_incomplete(self.run)
             self._resume()
             self._pool = ThreadPoolExecutor(1, "slimtensors-checkpoint")
             stack.callback(self._pool.shutdown)
-            self._listen(stack)
+            self._handle_sigterm(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -269,125 +217,193 @@ class Checkpointing:
         with self._stack:
             try:
                 self.wait()
-            except Exception as failed:
+            except Exception as failure:
                 if error is None:
                     raise
-                error.add_note(f"and the checkpoint under way was not saved: {failed}")
+                error.add_note(f"the pending checkpoint was not saved either: {failure}")
 
     def step(
         self, step: int | None = None, *, epoch: int | None = None, **metrics: float
     ) -> Saved | None:
-        """Count a training step that was done, and save if it is time to.
+        """Count a completed training step, and save if a checkpoint is due.
 
-        `step` says how many were done; without it, one more than before. Return what was saved, if
-        that was not left to another thread.
+        `step` is the number of completed steps, by default one more than before. Return the result
+        of the save, or None if there was none or it runs in the background.
         """
         self._done = self._done + 1 if step is None else step
         if self._saving is not None and self._saving.done():
             self.wait()
-        if self._is_told_to_stop:
+        if self._is_terminating:
             self.save(epoch=epoch, **metrics)
             self.wait()
             raise SystemExit(128 + signal.SIGTERM)
         return self.save(epoch=epoch, **metrics) if self._done % self._options.every == 0 else None
 
     def save(self, *, epoch: int | None = None, **metrics: float) -> Saved | None:
-        """Save now, whether it is time or not."""
+        """Save now, whether a checkpoint is due or not."""
         self.wait()
-        state = self._trained.build(self._done, epoch, metrics)
-        files = self._trained.files() if self._trained.files else {}
+        state = self._objects.build(self._done, epoch, metrics)
+        files = self._objects.files() if self._objects.files else {}
         if not self._options.is_async:
             return self._write(FlatState.of(state), self._done, files)
-        taken = self._snapshot.take(state)
-        self._saving = self._pool.submit(self._write, taken, self._done, files)
+        snapshot = self._snapshot.take(state)
+        self._saving = self._pool.submit(self._write, snapshot, self._done, files)
         return None
 
     def wait(self) -> None:
-        """Wait until the save under way is complete, and raise what went wrong with it."""
+        """Wait for the pending save, and raise its error if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
 
     def _write(self, state: FlatState, step: int, files: Mapping[str, bytes]) -> Saved:
-        """Save, then remove what need not be kept any more: never the other way round."""
+        """Save, and only then remove old checkpoints."""
         options = self._options
-        base = next_base(points(self.run), options.base, self._since, options.keyframe_every)
-        saved = save_flat(
+        points = list_checkpoints(self.run)
+        base = choose_base(points, options.base, self._since_keyframe, options.keyframe_every)
+        saved = save_state(
             state,
-            self._target(step),
-            base=base.path if base else None,
-            profile=options.profile,
-            files=files,
-            threads=options.threads,
+            self._choose_folder(step),
+            SaveOptions(
+                base.path if base else None,
+                options.profile,
+                files=files,
+                threads=options.threads,
+            ),
         )
-        self._since = self._since + 1 if base else 0
+        self._since_keyframe = self._since_keyframe + 1 if base else 0
         _log.info("%s", saved)
-        self._tidy()
+        self._apply_retention()
         if options.on_commit:
             options.on_commit(saved.path)
         return saved
 
-    def _target(self, step: int) -> Path:
+    def _choose_folder(self, step: int) -> Path:
         """Return the folder of a step, with a suffix if an unreadable checkpoint has that name."""
-        usual = self._options.name.format(step)
-        names = itertools.chain([usual], (f"{usual}-{i}" for i in itertools.count(2)))
-        taken = find_unreadable(self.run)
-        return next(self.run / name for name in names if name not in taken)
+        name = self._options.name.format(step)
+        names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
+        unreadable = find_unreadable(self.run)
+        return next(self.run / name for name in names if name not in unreadable)
 
-    def _tidy(self) -> None:
-        found = points(self.run)
-        keep = self._options.retention.kept(resumable(found))
-        keep |= needed(find_mentioned(find_unreadable(self.run), self.run, found), found)
-        # Newest first: a delta goes before what it needs, so that none is ever left without.
-        for point in reversed(resumable(found)):
+    def _apply_retention(self) -> None:
+        points = list_checkpoints(self.run)
+        keep = self._options.retention.select(select_resumable(points))
+        keep |= include_bases(find_mentioned(find_unreadable(self.run), self.run, points), points)
+        # Newest first: a delta is removed before its base, so that none is left without a base.
+        for point in reversed(select_resumable(points)):
             if point.name in keep:
                 continue
             if self._options.keep_history:
-                demote(point, points(self.run), threads=self._options.threads)
+                reduce_to_history(point, list_checkpoints(self.run), threads=self._options.threads)
             else:
                 remove_folder(point.path)
 
     def _resume(self) -> None:
-        found = resumable(points(self.run))
-        if self._is_restored:  # by somebody else, from the point where we start
-            self._check_newest(found)
+        points = select_resumable(list_checkpoints(self.run))
+        if self._is_restored:  # by the caller, who passed `start`
+            self._check_newest(points)
             return
-        if found and not self._options.resume:
+        if points and not self._options.resume:
             raise ConfigError(
-                f"{self.run}: holds {found[-1].name}; resume, or choose another folder"
+                f"{self.run} already contains {points[-1].name}; resume, or choose another folder"
             )
-        for point in reversed(found):
+        for point in reversed(points):
             try:
                 state = load_checkpoint(point.path, threads=self._options.threads)
             except (FormatError, MismatchError) as error:
-                _log.warning(
-                    "%s: cannot be resumed from, trying an older one: %s", point.path, error
-                )
+                _log.warning("%s: cannot resume, trying an older checkpoint: %s", point.path, error)
                 continue
-            self._trained.restore(state)
+            self._objects.restore(state)
             self.resumed = state
             self.start = self._done = point.manifest.step or 0
-            self._since = saves_since_keyframe(found)
+            self._since_keyframe = count_since_keyframe(points)
             return
-        if found:
-            raise FormatError(f"{self.run}: none of its {len(found)} checkpoints can be read")
+        if points:
+            raise FormatError(f"{self.run}: none of the {len(points)} checkpoints can be read")
 
-    def _check_newest(self, found: Sequence[Point]) -> None:
-        """Raise if checkpoints lie ahead of where training goes on."""
-        newer = [point for point in found if (point.manifest.step or 0) > self.start]
+    def _check_newest(self, points: Sequence[Point]) -> None:
+        """Raise `ConfigError` if there are checkpoints of later steps than `start`."""
+        newer = [point for point in points if (point.manifest.step or 0) > self.start]
         if newer:
-            where = f"training goes on from step {self.start}"
-            raise ConfigError(f"{self.run}: holds {newer[-1].name}, but {where}; remove it first")
-        self._since = saves_since_keyframe(found)
+            raise ConfigError(
+                f"{self.run} contains {newer[-1].name}, but training resumes from step"
+                f" {self.start}; remove the newer checkpoint first"
+            )
+        self._since_keyframe = count_since_keyframe(points)
 
-    def _listen(self, stack: ExitStack) -> None:
-        """Note a SIGTERM, unless the program has its own ways with it."""
+    def _handle_sigterm(self, stack: ExitStack) -> None:
+        """Set a flag on SIGTERM unless a handler is installed."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
 
-        def note(number: int, frame: FrameType | None) -> None:
-            self._is_told_to_stop = True
+        def set_flag(number: int, frame: FrameType | None) -> None:
+            self._is_terminating = True
 
-        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGTERM, set_flag)
         stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+
+
+_FOREACH_DTYPES = {
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+}
+"""Dtypes that are copied in one call; others may lack a copy kernel."""
+
+
+class Snapshot:
+    """Reusable memory for a copy of a state, pinned for tensors of CUDA devices."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def take(self, state: Mapping[str, Any]) -> FlatState:
+        """Return a copy of a state, which overwrites the previous copy."""
+        found, tree = flatten(state)
+        tensors = {name: check_storable(name, value) for name, value in found.items()}
+        addresses = Counter(x.data_ptr() for x in tensors.values())
+        targets: dict[object, Tensor] = {}
+        copies: dict[str, Tensor] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, x in tensors.items():
+            # Tied tensors stay tied; the full comparison is needed for equal addresses only.
+            key = memory_view(x) if addresses[x.data_ptr()] > 1 else name
+            if key not in targets:
+                targets[key] = self._find_memory(name, x)
+                pairs.append((targets[key], x))
+            copies[name] = targets[key]
+        # After the loop, because copying evicts the loop's data from the CPU caches.
+        _copy_all(pairs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._copies = copies
+        return FlatState(copies, tree, state)
+
+    def _find_memory(self, name: str, x: Tensor) -> Tensor:
+        """Return memory for a copy: that of the previous copy if it fits."""
+        if x.is_quantized:
+            return x.detach().cpu().clone()  # an empty tensor would lack the scales
+        copy = self._copies.get(name)
+        if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
+            return _allocate_pinned(x) if x.is_cuda else allocate(Spec.of(x))
+        return copy
+
+
+@torch.no_grad()
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, most of them in one call."""
+    batch = [pair for pair in pairs if pair[1].dtype in _FOREACH_DTYPES or pair[1].is_cuda]
+    if batch:
+        targets, sources = map(list, zip(*batch, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    for target, x in pairs:
+        if not (x.dtype in _FOREACH_DTYPES or x.is_cuda or x.is_quantized):
+            as_bytes(target).copy_(as_bytes(to_cpu(x)))  # some dtypes have no copy kernel
+
+
+def _allocate_pinned(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

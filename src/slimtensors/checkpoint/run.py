@@ -1,4 +1,4 @@
-"""Runs: folders of checkpoints; keyframes, retention, verification and repair."""
+"""Runs: folders of checkpoints. List, verify and repair them; choose bases; apply retention."""
 
 import logging
 import shutil
@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimtensors import archive
-from slimtensors.checkpoint.manifest import (
+from slimtensors.checkpoint.store import (
     MANIFEST,
     STATE,
     CheckpointManifest,
+    FlatState,
+    Saved,
+    SaveOptions,
+    StoredState,
     content_id,
     is_checkpoint,
     read_manifest,
+    save_state,
 )
-from slimtensors.checkpoint.store import FlatState, Saved, StoredState, save_flat
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import find_leftovers, lock_folder, remove_folder
@@ -32,18 +36,18 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the folder."""
         return self.path.name
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """Sorts the points of a run from the oldest to the newest."""
+        """Sort key: from the oldest to the newest checkpoint."""
         step = self.manifest.step
         return (-1 if step is None else step, self.manifest.created, self.name)
 
 
 def is_run(path: StrPath) -> bool:
-    """Tell whether a folder holds checkpoints, and is none itself."""
+    """Return True if a folder contains checkpoints and is not a checkpoint itself."""
     folder = Path(path)
     if not folder.is_dir() or is_checkpoint(folder):
         return False
@@ -51,70 +55,56 @@ def is_run(path: StrPath) -> bool:
 
 
 def state_file(path: StrPath) -> StrPath:
-    """Return the file of tensors if this is the folder of a checkpoint, else the path itself."""
+    """Return the path of the tensors if `path` is a checkpoint folder, else `path`."""
     if isinstance(path, str) and "://" in path:
         return path
     return Path(path) / STATE if is_checkpoint(Path(path)) else path
 
 
-def points(run: StrPath) -> list[Point]:
-    """List the complete checkpoints of a run, the newest last."""
-    found = [Point(folder, m) for folder in _folders(local_path(run)) if (m := _manifest(folder))]
-    return sorted(found, key=lambda point: point.order)
+def list_checkpoints(run: StrPath) -> list[Point]:
+    """Return the complete checkpoints of a run, the newest last."""
+    manifests = ((folder, _try_read_manifest(folder)) for folder in _list_folders(local_path(run)))
+    points = [Point(folder, manifest) for folder, manifest in manifests if manifest is not None]
+    return sorted(points, key=lambda point: point.order)
 
 
 def find_unreadable(run: StrPath) -> dict[str, str]:
-    """Return the folders that contain files of a checkpoint but are not readable as one, and why.
+    """Return the unreadable checkpoints of a run by folder name, with the reason.
 
     They may be damaged, or written by a newer version or another program; nothing removes them.
     """
-    found = ((folder, _manifest_error(folder)) for folder in _folders(local_path(run)))
+    found = ((folder, _find_manifest_error(folder)) for folder in _list_folders(local_path(run)))
     return {folder.name: problem for folder, problem in found if problem}
 
 
-def find_mentioned(names: Iterable[str], run: Path, among: Sequence[Point]) -> set[str]:
-    """Return the points that the `checkpoint.json` of these folders mentions, readable or not.
+def find_mentioned(names: Iterable[str], run: Path, points: Sequence[Point]) -> set[str]:
+    """Return the checkpoints whose names occur in the `checkpoint.json` of these folders.
 
-    One of them may be the base of a checkpoint that can be repaired.
+    The files may be damaged; one of the checkpoints may be the base of a repairable one.
     """
     files = (run / name / MANIFEST for name in names)
     texts = [file.read_bytes() for file in files if file.is_file()]
-    return {p.name for p in among if any(f'"{p.name}"'.encode() in text for text in texts)}
-
-
-def needed(names: Iterable[str], among: Sequence[Point]) -> set[str]:
-    """Return these checkpoints and all that they need."""
-    known = {point.name: point for point in among}
-    found: set[str] = set()
-    todo = list(names)
-    while todo:
-        name = todo.pop()
-        if name in found or name not in known:
-            continue
-        found.add(name)
-        base = known[name].manifest.base
-        todo += [base.name] if base else []
-    return found
+    return {p.name for p in points if any(f'"{p.name}"'.encode() in text for text in texts)}
 
 
 def remove_checkpoint(path: StrPath) -> None:
-    """Remove a checkpoint, unless another one in its run needs it."""
+    """Remove a checkpoint; raise `ConfigError` if it is the base of another one in its run."""
     folder = local_path(path)
     read_manifest(folder)
-    for point in points(folder.parent):
+    for point in list_checkpoints(folder.parent):
         base = point.manifest.base
         if base is not None and base.name == folder.name:
-            raise ConfigError(f"{folder}: {point.name} is a difference from it; flatten that first")
+            raise ConfigError(f"{folder} is the base of {point.name}; flatten {point.name} first")
     remove_folder(folder)
 
 
 @dataclass(frozen=True)
 class RunVerification:
-    """What `verify_run` found. True if all is well."""
+    """Result of `verify_run`; true if the run is intact."""
 
     checkpoints: int
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoints that cannot be used, and why."""
+    """Unusable checkpoints, with the reason."""
     incomplete: Sequence[str] = ()
     """Temporary folders of interrupted saves; `repair` removes them."""
 
@@ -123,13 +113,13 @@ class RunVerification:
 
 
 def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
-    """Read every checkpoint of a run, and check all checksums and that all bases are there."""
+    """Read every checkpoint of a run; verify all checksums and that all bases exist."""
     folder = local_path(run)
-    found = points(folder)
+    found = list_checkpoints(folder)
     damaged = {}
     for point in found:
         try:
-            problem = _damage(point, threads)
+            problem = _find_damage(point, threads)
         except (FormatError, MismatchError, OSError) as error:
             problem = str(error)
         if problem:
@@ -145,11 +135,11 @@ def repair_run(run: StrPath) -> list[str]:
     """
     folder = local_path(run)
     with lock_folder(folder):
-        return drop_incomplete(folder)
+        return remove_incomplete(folder)
 
 
-def drop_incomplete(run: Path) -> list[str]:
-    """Do what `repair_run` does; the caller must have locked the run."""
+def remove_incomplete(run: Path) -> list[str]:
+    """Repair a run that the caller has locked; see `repair_run`."""
     found = find_leftovers(run)
     for path in found:
         shutil.rmtree(path)
@@ -158,30 +148,30 @@ def drop_incomplete(run: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def _damage(point: Point, threads: int | None) -> str:
+def _find_damage(point: Point, threads: int | None) -> str:
     StoredState(point.path)  # opens its base too
     state = point.path / STATE
     if content_id(state) != point.manifest.id:
-        return f"{state}: is not the file that was saved"
+        return f"{state}: content differs from the id in {MANIFEST}"
     result = archive.verify(state, threads=threads)
     return next(iter(result.damaged.values()), "")
 
 
-def _folders(run: Path) -> Iterator[Path]:
+def _list_folders(run: Path) -> Iterator[Path]:
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such folder")
     yield from (p for p in sorted(run.iterdir()) if p.is_dir() and not p.name.startswith("."))
 
 
-def _manifest(folder: Path) -> CheckpointManifest | None:
+def _try_read_manifest(folder: Path) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
     except (FormatError, IsADirectoryError):
         return None
 
 
-def _manifest_error(folder: Path) -> str:
-    """Return why a folder with files of a checkpoint is not readable, or an empty string."""
+def _find_manifest_error(folder: Path) -> str:
+    """Return why the manifest of a checkpoint folder is unreadable, or an empty string."""
     if not any((folder / name).exists() for name in (MANIFEST, STATE)):
         return ""
     try:
@@ -193,23 +183,25 @@ def _manifest_error(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the last ones, every n-th step and the best; without any of these, all."""
+    """Rules for which checkpoints to keep; without rules, all."""
 
     last: int | None = None
+    """Number of newest checkpoints to keep."""
     every: int | None = None
+    """Keep the checkpoints whose step is a multiple of this."""
     best: str | None = None
-    """The metric by which one is the best."""
+    """Metric whose best checkpoint is kept."""
     best_is: str = "min"
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name} must be a number from 1, got {value!r}")
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
         if self.best_is not in ("min", "max"):
             raise ConfigError(f"best_is must be 'min' or 'max', got {self.best_is!r}")
 
-    def kept(self, points: Sequence[Point]) -> set[str]:
-        """Return the names to keep, those included that others need. The newest always stays."""
+    def select(self, points: Sequence[Point]) -> set[str]:
+        """Return the names to keep, including bases. The newest checkpoint is always kept."""
         if self.last is None and self.every is None and self.best is None:
             return {point.name for point in points}
         keep = [point.name for point in points[-(self.last or 1) :]]
@@ -217,10 +209,10 @@ class Retention:
             steps = ((point, point.manifest.step) for point in points)
             keep += [p.name for p, step in steps if step is not None and step % self.every == 0]
         if self.best is not None:
-            keep += self._best(points, self.best)
-        return needed(keep, points)
+            keep += self._find_best(points, self.best)
+        return include_bases(keep, points)
 
-    def _best(self, points: Sequence[Point], metric: str) -> list[str]:
+    def _find_best(self, points: Sequence[Point], metric: str) -> list[str]:
         sign = 1 if self.best_is == "min" else -1
         rated = [
             (sign * point.manifest.metrics[metric], point.name)
@@ -230,59 +222,79 @@ class Retention:
         return [min(rated)[1]] if rated else []
 
 
+def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
+    """Return the names of these checkpoints and of all their direct and indirect bases."""
+    by_name = {point.name: point for point in points}
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in found or name not in by_name:
+            continue
+        found.add(name)
+        base = by_name[name].manifest.base
+        pending += [base.name] if base else []
+    return found
+
+
 HISTORY = "history"
-_TOO_LARGE = 0.85
-"""A delta that takes more than this of its keyframe is no longer worth needing another file."""
-_HISTORY_GROUP = 8
+"""Profile of checkpoints that were reduced to their weights."""
+_MAX_DELTA_RATIO = 0.85
+"""Size of a delta, relative to its keyframe, above which the next checkpoint is a keyframe."""
+_HISTORY_KEYFRAME_EVERY = 8
 
 
-def resumable(points: Sequence[Point]) -> list[Point]:
-    """Return the checkpoints that hold all that training needs."""
+def select_resumable(points: Sequence[Point]) -> list[Point]:
+    """Return the checkpoints from which training can resume."""
     return [point for point in points if point.manifest.profile != HISTORY]
 
 
-def next_base(points: Sequence[Point], how: str | None, since: int, every: int) -> Point | None:
-    """Choose the base of the next checkpoint; none if it is to stand alone.
+def choose_base(
+    points: Sequence[Point], mode: str | None, since_keyframe: int, keyframe_every: int
+) -> Point | None:
+    """Return the base of the next checkpoint, or None if it should be a keyframe.
 
-    `auto`: the last one that stands alone, unless there have been `every` saves `since` it or
-    deltas have grown too large. `chain`: the last one, as long as the chain is short enough.
+    `auto` returns the last keyframe, `chain` the last checkpoint. A keyframe is due once every
+    `keyframe_every` saves, and with `auto` also when deltas have become too large.
     """
-    found = resumable(points)
-    full = [point for point in found if point.manifest.base is None]
-    if how is None or not full or since + 1 >= every:
+    resumable = select_resumable(points)
+    keyframes = [point for point in resumable if point.manifest.base is None]
+    if mode is None or not keyframes or since_keyframe + 1 >= keyframe_every:
         return None
-    if how == "chain":
-        return found[-1]
-    is_delta = found[-1].manifest.base is not None
-    if is_delta and found[-1].manifest.bytes > _TOO_LARGE * full[-1].manifest.bytes:
+    last, keyframe = resumable[-1], keyframes[-1]
+    if mode == "chain":
+        return last
+    is_delta = last.manifest.base is not None
+    if is_delta and last.manifest.bytes > _MAX_DELTA_RATIO * keyframe.manifest.bytes:
         return None
-    return full[-1]
+    return keyframe
 
 
-def saves_since_keyframe(points: Sequence[Point]) -> int:
-    """Count the checkpoints after the last one that stands alone."""
-    full = [i for i, point in enumerate(points) if point.manifest.base is None]
-    return len(points) - 1 - full[-1] if full else 0
+def count_since_keyframe(points: Sequence[Point]) -> int:
+    """Return the number of checkpoints after the last keyframe."""
+    keyframes = [i for i, point in enumerate(points) if point.manifest.base is None]
+    return len(points) - 1 - keyframes[-1] if keyframes else 0
 
 
-def demote(point: Point, points: Sequence[Point], *, threads: int | None = None) -> Saved:
-    """Replace a checkpoint by its weights in bf16, as a difference from another such if there is.
+def reduce_to_history(
+    point: Point, points: Sequence[Point], *, threads: int | None = None
+) -> Saved:
+    """Replace a checkpoint by its weights in bf16, as a delta of an earlier one if there is any.
 
-    The small one is complete before the old one goes.
+    The checkpoint is removed once its replacement is complete.
     """
     state = FlatState.of(StoredState(point.path).load_state(threads=threads))
     path = point.path.with_name(f"{point.name}-{HISTORY}")
-    base = _history_base(points)
-    saved = save_flat(
-        state, path, base=base.path if base else None, profile=HISTORY, threads=threads
-    )
+    base = _choose_history_base(points)
+    options = SaveOptions(base.path if base else None, profile=HISTORY, threads=threads)
+    saved = save_state(state, path, options)
     remove_folder(point.path)
     return saved
 
 
-def _history_base(points: Sequence[Point]) -> Point | None:
-    found = [point for point in points if point.manifest.profile == HISTORY]
-    alone = [i for i, point in enumerate(found) if point.manifest.base is None]
-    if not alone or len(found) - alone[-1] >= _HISTORY_GROUP:
+def _choose_history_base(points: Sequence[Point]) -> Point | None:
+    history = [point for point in points if point.manifest.profile == HISTORY]
+    keyframes = [i for i, point in enumerate(history) if point.manifest.base is None]
+    if not keyframes or len(history) - keyframes[-1] >= _HISTORY_KEYFRAME_EVERY:
         return None
-    return found[alone[-1]]
+    return history[keyframes[-1]]

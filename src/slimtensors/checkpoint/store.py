@@ -1,49 +1,30 @@
-"""Save and load checkpoints: one folder each, complete or absent."""
+"""Checkpoints on disk: one folder each, with `state.safetensors` and `checkpoint.json`."""
 
+import hashlib
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from slimtensors.archive import Archive
-from slimtensors.archive.delta import tensor_digest
+from slimtensors.archive.read import rebuild_state
 from slimtensors.archive.summary import Summary, format_bytes
-from slimtensors.archive.tree import flatten as taken_apart
-from slimtensors.archive.tree import unflatten
+from slimtensors.archive.tree import flatten as flatten_tree
 from slimtensors.archive.write import ArchiveSource, given, write
-from slimtensors.checkpoint.coding import (
-    NEEDS_BASE,
-    NEEDS_SIBLING,
-    SAME,
-    WHOLE,
-    Coding,
-    TensorEntry,
-    decay_since,
-    decode_entry,
-)
-from slimtensors.checkpoint.manifest import (
-    STATE,
-    CheckpointBase,
-    CheckpointManifest,
-    content_id,
-    is_checkpoint,
-    read_manifest,
-    write_manifest,
-)
+from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
+from slimtensors.checkpoint.entry import WHOLE, TensorFile
 from slimtensors.checkpoint.policy import (
     WEIGHT_MATRICES,
     Filter,
     Profile,
-    describe_roles,
+    describe_tensors,
     find_profile,
     select_tensors,
 )
-from slimtensors.checkpoint.precision import rounding
-from slimtensors.checkpoint.state import build_checkpoint, restore_checkpoint
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import (
     ConfigError,
@@ -51,197 +32,72 @@ from slimtensors.errors import (
     FormatError,
     MismatchError,
     UnsupportedTensorError,
+    UnsupportedVersionError,
 )
 from slimtensors.parallel import Each, Workers
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import LocalLocation, StrPath, local_path, open_file, write_json
 from slimtensors.storage.atomic import create_folder, write_file_atomically
 from slimtensors.tensor import Json, Spec
 
+MANIFEST = "checkpoint.json"
+STATE = "state.safetensors"
+VERSION = 1
+_FORMAT = "slimtensors checkpoint"
 
-class StoredState:
-    """A checkpoint on disk: names at once, tensors when asked for."""
 
-    def __init__(self, folder: Path, *, base: Path | None = None) -> None:
-        self.folder = folder
-        self.manifest = read_manifest(folder)
-        self._archive = Archive(folder / STATE)
-        self._entries, self.tied = stored_entries(self._archive)
-        self._base_folder = base
-        self._base: StoredState | None = None
-        if self.manifest.base is not None:
-            self._base = self._opened_base()
+@dataclass(frozen=True)
+class CheckpointBase:
+    """The checkpoint that a delta needs."""
+
+    name: str
+    """Name of its folder, next to the delta."""
+    id: str
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """The content of `checkpoint.json`, which is written last and makes a checkpoint complete."""
+
+    id: str
+    """Hash of `state.safetensors`, see `content_id`."""
+    step: int | None
+    epoch: int | None
+    profile: str
+    """`exact`, or the profile by which tensors were rounded."""
+    bytes: int
+    created: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    base: CheckpointBase | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative RMS error of each tensor that is not exact."""
 
     @property
-    def tree(self) -> Json | None:
-        """What the state holds besides tensors."""
-        return self._archive.tree
-
-    def names(self) -> Iterator[str]:
-        """Yield the names of all tensors, without tied ones."""
-        yield from (self._entries or (n for n in self._archive if n not in self.tied))
-
-    def __contains__(self, name: object) -> bool:
-        return name in (self._entries or self._archive)
-
-    def spec(self, name: str) -> Spec:
-        """Return dtype and shape of a tensor."""
-        return self._entries[name].like if self._entries else self._archive.spec(name)
-
-    def kind(self, name: str) -> str:
-        """Return in which way a tensor is stored, as its entry calls it."""
-        return self._entries[name].kind if self._entries else WHOLE
-
-    def load(self, name: str, each: Each, siblings: dict[str, Tensor] | None = None) -> Tensor:
-        """Read and decode a tensor; `siblings` are others of this checkpoint that were read."""
-        if not self._entries:
-            return self._archive.load_one(name, each)
-        entry = self._entries[name]
-        other = None
-        if entry.kind in NEEDS_SIBLING:
-            assert entry.by is not None
-            known = siblings or {}
-            other = known[entry.by] if entry.by in known else self.load(entry.by, each)
-        elif entry.kind in NEEDS_BASE:
-            other = self._from_base(name, entry, each)
-        r = None if entry.kind == SAME else self._archive.load_one(name, each)
-        try:
-            return decode_entry(entry, r, other, each)
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{self._archive.path}: {name}: {error}") from error
-
-    def load_all(self, *, threads: int | None = None) -> dict[str, Tensor]:
-        """Read everything, what others are decoded by first."""
-        names = list(self.names())
-        later = {name for name, e in self._entries.items() if e.kind in NEEDS_SIBLING}
-        found: dict[str, Tensor] = {}
-        with Workers(threads) as workers:
-
-            def one(name: str) -> Tensor:
-                return self.load(name, workers.each, found)
-
-            for some in ([n for n in names if n not in later], [n for n in names if n in later]):
-                results = workers.in_order(one, some, lambda name: self.spec(name).nbytes)
-                found.update(zip(some, results, strict=True))
-        tensors = {name: found[name] for name in names}
-        return tensors | {name: tensors[home] for name, home in self.tied.items()}
-
-    def load_state(self, *, threads: int | None = None) -> dict[str, Any]:
-        """Read everything and put it together as it was."""
-        tensors = self.load_all(threads=threads)
-        if self.tree is None:
-            return dict(tensors)
-        try:
-            state = unflatten(self.tree, tensors)
-        except FormatError as error:
-            raise type(error)(f"{self._archive.path}: {error}") from error
-        if not isinstance(state, dict):
-            raise CorruptFileError(f"{self._archive.path}: holds no table")
-        return state
-
-    def _opened_base(self) -> "StoredState":
-        base = self.manifest.base
-        assert base is not None
-        home = self._base_folder or self.folder.parent / base.name
-        if home.resolve() == self.folder.resolve():
-            raise CorruptFileError(f"{self.folder}: says that it is a difference from itself")
-        needs = f"{self.folder}: is a difference from {base.name} (id {base.id})"
-        if not is_checkpoint(home):
-            raise MismatchError(f"{needs}, which is not at {home}; bring it back, or pass base=...")
-        if (have := read_manifest(home).id) != base.id:
-            raise MismatchError(f"{needs}; the checkpoint at {home} has the id {have}")
-        return StoredState(home)
-
-    def _from_base(self, name: str, entry: TensorEntry, each: Each) -> Tensor:
-        if self._base is None or name not in self._base:
-            raise CorruptFileError(f"{self._archive.path}: {name}: its base has no such tensor")
-        y = self._base.load(name, each)
-        if tensor_digest(y) != entry.base:
-            raise MismatchError(
-                f"{self._base.folder}: {name}: is not the tensor that {self.folder} was made from"
-            )
-        return y
-
-
-def stored_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return how each tensor is stored, nothing if all are there as they are; and tied names."""
-    if archive.delta is None:
-        return {}, archive.tied()
-    match archive.delta:
-        case {"checkpoint": dict(entries), "tied": dict(tied)} if (
-            all(isinstance(entry, dict) for entry in entries.values())
-            and tied.keys().isdisjoint(entries)
-            and all(isinstance(home, str) and home in entries for home in tied.values())
-        ):
-            parsed = {name: TensorEntry.from_json(entry) for name, entry in entries.items()}
-        case _:
-            raise CorruptFileError(f"{archive.path}: does not say how its tensors are stored")
-    for name, entry in parsed.items():
-        if entry.kind != SAME and name not in archive:
-            raise CorruptFileError(f"{archive.path}: {name}: is missing")
-        if entry.by is not None and _leads_on(parsed.get(entry.by)):
-            raise CorruptFileError(f"{archive.path}: {name}: cannot be decoded by {entry.by}")
-    return parsed, tied
-
-
-def _leads_on(entry: TensorEntry | None) -> bool:
-    return entry is None or entry.kind in NEEDS_SIBLING
-
-
-__all__ = [
-    "FlatState",
-    "Saved",
-    "build_checkpoint",
-    "flatten",
-    "load_checkpoint",
-    "restore_checkpoint",
-    "save_checkpoint",
-]
+    def kind(self) -> str:
+        """`full`, or `delta` if the checkpoint needs a base."""
+        return "full" if self.base is None else "delta"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written."""
+    """Result of `save_checkpoint`."""
 
     path: Path
     manifest: CheckpointManifest
     summary: Summary
-    """How each tensor is stored."""
+    """Stored form and size of each tensor."""
     kept_exact: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors that were to be rounded and are not, and why."""
+    """Tensors that should have been rounded but were stored exactly, with the reason."""
 
     @property
     def errors(self) -> Mapping[str, float]:
-        """Relative RMS error of each tensor that is not exact, as measured."""
+        """Measured relative RMS error of each tensor that is not exact."""
         return self.manifest.errors
 
     def __str__(self) -> str:
-        about = self.manifest
-        base = f" from {about.base.name}" if about.base else ""
-        return f"{self.path.name}: {about.kind}{base}, {about.profile}, {format_bytes(about.bytes)}"
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """A state taken apart: its tensors by name, and an outline of the rest."""
-
-    tensors: Mapping[str, Tensor]
-    tree: Json | None
-    whole: Mapping[str, Any]
-    """The state that it was; its tensors may have changed since."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "FlatState":
-        """Take a state apart; raise, with its path, if something in it cannot be stored."""
-        if not isinstance(state, Mapping):
-            kind = type(state).__name__
-            raise UnsupportedTensorError(
-                f"a checkpoint is a table, as build_checkpoint returns, not a {kind}"
-            )
-        found, tree = taken_apart(state)
-        tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
-        for name in found.keys() - tensors.keys():
-            raise UnsupportedTensorError(f"{name}: is encoded already; a checkpoint does that")
-        return cls(tensors, tree, state)
+        manifest = self.manifest
+        base = f" from {manifest.base.name}" if manifest.base else ""
+        size = format_bytes(manifest.bytes)
+        return f"{self.path.name}: {manifest.kind}{base}, {manifest.profile}, {size}"
 
 
 def save_checkpoint(
@@ -254,157 +110,338 @@ def save_checkpoint(
     lossy: Filter | None = None,
     threads: int | None = None,
 ) -> Saved:
-    """Write a training state to a folder, which is new or empty. Exact, unless asked otherwise.
+    """Write a training state to a new or empty folder, bit for bit by default.
 
-    With `base`, another checkpoint beside it, only what differs is stored; tensors that are the
-    same cost nothing. `profile` says what may be rounded (see `PROFILES`), `quantize_i8` rounds
-    weight matrices to 8-bit integers; `lossy` chooses fewer tensors, or for `quantize_i8` other
-    ones. Tensors that hold NaN or infinity stay exact. The result tells the error of each.
+    With `base`, another checkpoint in the same parent folder, only differences are stored;
+    unchanged tensors take no space. `profile` selects what may be rounded (see `PROFILES`);
+    `quantize_i8` rounds weight matrices to 8-bit integers. `lossy` restricts rounding to some
+    tensors, or selects other tensors for `quantize_i8`. Tensors with NaN or infinity stay exact.
+    The result contains the error of each rounded tensor.
+
+    Example:
+        >>> state = {"model": {"weight": torch.randn(64, 64)}, "step": 100}
+        >>> save_checkpoint(state, "run/100").errors
+        {}
+        >>> state["step"] = 200
+        >>> saved = save_checkpoint(state, "run/200", base="run/100", profile="optimizer")
+        >>> saved.manifest.kind
+        'delta'
     """
-    state = FlatState.of(checkpoint)
-    if quantize_i8:
-        if base is not None or profile != "exact":
-            raise ConfigError("quantize_i8 stands alone: it takes neither a base nor a profile")
-        return _save_rounded(state, path, lossy or WEIGHT_MATRICES, threads)
-    return save_flat(state, path, base=base, profile=profile, lossy=lossy, threads=threads)
-
-
-def save_flat(
-    state: FlatState,
-    path: StrPath,
-    *,
-    base: StrPath | None = None,
-    profile: str | Profile = "exact",
-    lossy: Filter | None = None,
-    files: Mapping[str, bytes] | None = None,
-    threads: int | None = None,
-) -> Saved:
-    """Do what `save_checkpoint` does with a state that was taken apart before.
-
-    `files` are small ones that somebody else wants to find in the same folder.
-    """
-    how = find_profile(profile)
-    if lossy is not None and how.is_exact:
-        raise ConfigError("lossy chooses what to round, but nothing is to be: choose a profile")
-    if how.is_model_only:
-        state = FlatState.of(_model_only(state))
-    if base is None and how.is_exact:
-        plain = given(state.tensors, state.tree)
-        return _save(state, path, plain, _How(files=files or {}), threads=threads)
-    abouts = describe_roles(state.tensors, state.whole)
-    allowed = select_tensors(lossy, abouts) if lossy is not None else set(abouts)
-    before = _opened_base(base, path) if base is not None else None
-    coding = Coding(
-        state.tensors,
-        abouts,
-        step=state.whole.get("step"),
-        decay=decay_since(before, state.tensors, state.whole),
-        profile=how,
-        allowed=allowed,
-        base=before,
-    )
-    labels = _How(
-        "lossless-max",
-        how.name,
-        base=CheckpointBase(before.folder.name, before.manifest.id) if before else None,
-        errors=coding.errors,
-        kept_exact=coding.kept_exact,
-        files=files or {},
-    )
-    return _save(state, path, coding.state(state.tree), labels, threads=threads)
+    options = SaveOptions(base, profile, quantize_i8=quantize_i8, lossy=lossy, threads=threads)
+    return save_state(FlatState.of(checkpoint), path, options)
 
 
 def load_checkpoint(
     path: StrPath, *, base: StrPath | None = None, threads: int | None = None
 ) -> dict[str, Any]:
-    """Read a training state, checking every checksum.
+    """Read a training state and verify all checksums.
 
-    A delta needs its base, by default the folder of that name beside it.
+    A delta needs its base, by default the folder of that name next to it.
+
+    Example:
+        >>> saved = save_checkpoint({"step": 100, "scale": torch.ones(3)}, "run/first")
+        >>> load_checkpoint("run/first")
+        {'step': 100, 'scale': tensor([1., 1., 1.])}
     """
-    home = local_path(base) if base is not None else None
-    return StoredState(local_path(path), base=home).load_state(threads=threads)
+    base_folder = local_path(base) if base is not None else None
+    return StoredState(local_path(path), base=base_folder).load_state(threads=threads)
 
 
 def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Saved:
-    """Write a checkpoint again so that it needs no other one."""
+    """Write a copy of a checkpoint that needs no base."""
     stored = StoredState(local_path(path))
-    about = stored.manifest
     state = FlatState.of(stored.load_state(threads=threads))
-    labels = _How(profile=about.profile, errors=about.errors)
-    return _save(state, target, given(state.tensors, state.tree), labels, threads=threads)
-
-
-def _save_rounded(state: FlatState, path: StrPath, lossy: Filter, threads: int | None) -> Saved:
-    names = select_tensors(lossy, describe_roles(state.tensors, state.whole))
-    labels = _How(rounding(names), "int8", rounded=names)
-    return _save(state, path, given(state.tensors, state.tree), labels, threads=threads)
+    content = _Content(
+        given(state.tensors, state.tree),
+        profile=stored.manifest.profile,
+        errors=stored.manifest.errors,
+    )
+    return _write(state, target, content, threads=threads)
 
 
 @dataclass(frozen=True)
-class _How:
-    """How the tensors of a checkpoint are coded, and what its description says of that."""
+class FlatState:
+    """A state split into its tensors by name and a JSON outline of the rest."""
 
+    tensors: Mapping[str, Tensor]
+    tree: Json | None
+    original: Mapping[str, Any]
+    """The nested state; its tensors may have changed since."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "FlatState":
+        """Flatten a state; raise `UnsupportedTensorError` with the path of an unsupported value."""
+        if not isinstance(state, Mapping):
+            kind = type(state).__name__
+            raise UnsupportedTensorError(
+                f"a checkpoint is a dict, as build_checkpoint returns, not a {kind}"
+            )
+        found, tree = flatten_tree(state)
+        tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        for name in found.keys() - tensors.keys():
+            raise UnsupportedTensorError(f"{name}: already encoded; pass the tensor instead")
+        return cls(tensors, tree, state)
+
+    def select_model(self) -> "FlatState":
+        """Return the model and its metadata; all other values are None."""
+        kept = {"model", "state_dict", "layout", "epoch", "step", "global_step", "metrics"}
+        parts = {key: value if key in kept else None for key, value in self.original.items()}
+        for key in ("model", "state_dict"):
+            if isinstance(parts.get(key), Mapping):  # the flattened tensors may be a snapshot
+                values = self.original[key].items()
+                parts[key] = {name: self.tensors.get(f"{key}.{name}", x) for name, x in values}
+        return FlatState.of(parts)
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Options of `save_state`; `save_checkpoint` documents them."""
+
+    base: StrPath | None = None
+    profile: str | Profile = "exact"
+    quantize_i8: bool = False
+    lossy: Filter | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Additional small files to write into the folder."""
+    threads: int | None = None
+
+
+def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
+    """Write a flattened state to a new or empty folder, as `save_checkpoint` does."""
+    profile, lossy = find_profile(options.profile), options.lossy
+    if options.quantize_i8 and (options.base is not None or not profile.is_exact):
+        raise ConfigError("quantize_i8 cannot be combined with a base or a profile")
+    if lossy is not None and profile.is_exact and not options.quantize_i8:
+        raise ConfigError("lossy selects tensors to round, but the profile is exact; pass profile=")
+    if profile.is_model_only:
+        state = state.select_model()
+    if options.quantize_i8:
+        infos = describe_tensors(state.tensors, state.original)
+        names = select_tensors(lossy or WEIGHT_MATRICES, infos)
+        source = given(state.tensors, state.tree)
+        content = _Content(source, make_int8_chooser(names), "int8", rounded=names)
+    elif options.base is None and profile.is_exact:
+        content = _Content(given(state.tensors, state.tree))
+    else:
+        base = _open_base(options.base, path) if options.base is not None else None
+        content = _encode(state, profile, lossy, base)
+    return _write(state, path, content, files=options.files, threads=options.threads)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """Tensors to write, the preset that codes them, and what the manifest records of them."""
+
+    source: ArchiveSource
     preset: str | Chooser = "lossless"
     profile: str = "exact"
     base: CheckpointBase | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     kept_exact: Mapping[str, str] = field(default_factory=dict)
     rounded: Collection[str] = ()
-    """Names of tensors that the preset is to round."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Tensors that the preset should round."""
 
 
-def _save(
-    state: FlatState, path: StrPath, content: ArchiveSource, how: _How, *, threads: int | None
+def _encode(
+    state: FlatState, profile: Profile, lossy: Filter | None, base: "StoredState | None"
+) -> _Content:
+    infos = describe_tensors(state.tensors, state.original)
+    encoder = StateEncoder(
+        state.tensors,
+        infos,
+        step=state.original.get("step"),
+        decay=measure_decay(base, state.tensors, state.original),
+        profile=profile,
+        lossy_names=select_tensors(lossy, infos) if lossy is not None else set(infos),
+        base=base,
+    )
+    return _Content(
+        encoder.build_source(state.tree),
+        "lossless-max",
+        profile.name,
+        base=CheckpointBase(base.folder.name, base.manifest.id) if base else None,
+        errors=encoder.errors,
+        kept_exact=encoder.kept_exact,
+    )
+
+
+def _write(
+    state: FlatState,
+    path: StrPath,
+    content: _Content,
+    *,
+    files: Mapping[str, bytes] | None = None,
+    threads: int | None,
 ) -> Saved:
     with create_folder(path) as folder:
         file = folder / STATE
-        summary = write(content, file, preset=how.preset, dialect="slim", threads=threads)
+        summary = write(
+            content.source, file, preset=content.preset, dialect="slim", threads=threads
+        )
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
         manifest = CheckpointManifest(
             id=content_id(file),
-            step=_number(state.whole, "step", "global_step"),
-            epoch=_number(state.whole, "epoch"),
-            profile=how.profile,
+            step=_find_number(state.original, "step", "global_step"),
+            epoch=_find_number(state.original, "epoch"),
+            profile=content.profile,
             bytes=file.stat().st_size,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            metrics=_metrics(state.whole),
-            base=how.base,
-            errors={**measured, **how.errors},
+            metrics=_find_metrics(state.original),
+            base=content.base,
+            errors={**measured, **content.errors},
         )
-        for name, raw in how.files.items():
+        for name, raw in (files or {}).items():
             write_file_atomically(folder / name, raw)
         write_manifest(folder, manifest)
-    exact = (t for t in summary.tensors if t.name in how.rounded and t.error is None)
-    kept_exact = {**{t.name: t.note for t in exact}, **how.kept_exact}
+    exact = (t for t in summary.tensors if t.name in content.rounded and t.error is None)
+    kept_exact = {**{t.name: t.note for t in exact}, **content.kept_exact}
     return Saved(local_path(path), manifest, summary, kept_exact)
 
 
-def _opened_base(base: StrPath, path: StrPath) -> StoredState:
-    home, here = (Path(os.path.realpath(local_path(p))) for p in (base, path))
-    if home.parent != here.parent:
-        raise ConfigError(f"{base}: lies in another folder; a base is saved beside its deltas")
-    return StoredState(home)
-
-
-def _model_only(state: FlatState) -> dict[str, Any]:
-    """Return a state of which only the model and what describes it are left."""
-    kept = {"model", "state_dict", "layout", "epoch", "step", "global_step", "metrics"}
-    tensors, whole = state.tensors, state.whole
-    parts = {key: value if key in kept else None for key, value in whole.items()}
-    for key in ("model", "state_dict"):
-        if isinstance(parts.get(key), Mapping):  # as they were when the state was taken apart
-            parts[key] = {name: tensors.get(f"{key}.{name}", x) for name, x in whole[key].items()}
-    return parts
-
-
-def _number(state: Mapping[str, Any], *keys: str) -> int | None:
+def _find_number(state: Mapping[str, Any], *keys: str) -> int | None:
     values = (state.get(key) for key in keys)
     return next((value for value in values if type(value) is int), None)
 
 
-def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
+def _find_metrics(state: Mapping[str, Any]) -> dict[str, float]:
     metrics = state.get("metrics")
     if not isinstance(metrics, dict):
         return {}
     return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+
+
+def _open_base(base: StrPath, path: StrPath) -> "StoredState":
+    folder, target = (Path(os.path.realpath(local_path(p))) for p in (base, path))
+    if folder.parent != target.parent:
+        raise ConfigError(f"{base}: a base must be in the same parent folder as its deltas")
+    return StoredState(folder)
+
+
+class StoredState:
+    """A checkpoint on disk; tensors are decoded on demand."""
+
+    def __init__(self, folder: Path, *, base: Path | None = None) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        stored_base = self._open_base(base)
+
+        def load_base(name: str, like: Spec, each: Each) -> Tensor | None:
+            if stored_base is None or name not in stored_base:
+                return None
+            return stored_base.load(name, each)
+
+        self._file = TensorFile(folder / STATE, load_base)
+
+    @property
+    def tree(self) -> Json | None:
+        """Outline of the state without its tensors."""
+        return self._file.archive.tree
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names that share the tensor of another name."""
+        return self._file.tied
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all tensors except tied ones."""
+        return iter(self._file)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file
+
+    def spec(self, name: str) -> Spec:
+        """Return dtype and shape of a tensor."""
+        return self._file.spec(name)
+
+    def kind(self, name: str) -> str:
+        """Return the kind of a tensor's entry."""
+        return self._file.entries[name].kind if self._file.entries else WHOLE
+
+    def load(self, name: str, each: Each) -> Tensor:
+        """Read and decode a tensor."""
+        return self._file.load(name, each)
+
+    def load_all(self, *, threads: int | None = None) -> dict[str, Tensor]:
+        """Read and decode all tensors."""
+        names = list(self.names())
+        has_sibling = {name for name, e in self._file.entries.items() if e.by is not None}
+        found: dict[str, Tensor] = {}
+        with Workers(threads) as workers:
+
+            def load(name: str) -> Tensor:
+                return self._file.load(name, workers.each, found)
+
+            # Two passes: the second needs tensors of the first.
+            for is_second in (False, True):
+                batch = [name for name in names if (name in has_sibling) == is_second]
+                results = workers.in_order(load, batch, lambda name: self.spec(name).nbytes)
+                found.update(zip(batch, results, strict=True))
+        tensors = {name: found[name] for name in names}
+        return tensors | {name: tensors[target] for name, target in self.tied.items()}
+
+    def load_state(self, *, threads: int | None = None) -> dict[str, Any]:
+        """Read and decode all tensors and return the nested state."""
+        return rebuild_state(self._file.archive, self.load_all(threads=threads))
+
+    def _open_base(self, path: Path | None) -> "StoredState | None":
+        base = self.manifest.base
+        if base is None:
+            return None
+        folder = path or self.folder.parent / base.name
+        if folder.resolve() == self.folder.resolve():
+            raise CorruptFileError(f"{self.folder} is a delta of itself")
+        delta = f"{self.folder} is a delta of {base.name} (id {base.id})"
+        if not is_checkpoint(folder):
+            raise MismatchError(f"{delta}, which was not found at {folder}; pass base=")
+        if (have := read_manifest(folder).id) != base.id:
+            raise MismatchError(f"{delta}, but the checkpoint at {folder} has id {have}")
+        return StoredState(folder)
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write `checkpoint.json`, which makes a checkpoint complete."""
+    write_json(folder / MANIFEST, {"format": _FORMAT, "version": VERSION, **asdict(manifest)})
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read `checkpoint.json`."""
+    path = folder / MANIFEST
+    try:
+        return _parse_manifest(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
+        raise FormatError(f"{folder} is not a checkpoint ({MANIFEST} not found)") from None
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{path}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptFileError(f"{path}: {error}") from error
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if the folder contains a complete checkpoint."""
+    return (folder / MANIFEST).is_file()
+
+
+def content_id(path: Path) -> str:
+    """Return a hash of a safetensors file, computed from its header and checksums.
+
+    The checksum of each stored tensor is in the header, or in its first bytes.
+    """
+    file = open_file(LocalLocation(path))
+    digest = hashlib.sha256(file.text)
+    for entry in file.header.entries.values():
+        digest.update(file.read(entry, 16))
+    return digest.hexdigest()[:32]
+
+
+def _parse_manifest(data: Json) -> CheckpointManifest:
+    if data.get("format") != _FORMAT:
+        raise CorruptFileError("not the manifest of a checkpoint")
+    if data["version"] > VERSION:
+        raise UnsupportedVersionError(
+            f"format version {data['version']} is newer than {VERSION}; update slimtensors"
+        )
+    fields: dict[str, Any] = {k: v for k, v in data.items() if k not in ("format", "version")}
+    base = fields.pop("base")
+    return CheckpointManifest(**fields, base=CheckpointBase(**base) if base is not None else None)

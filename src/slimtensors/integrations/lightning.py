@@ -8,10 +8,10 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from slimtensors.checkpoint import Point, load_checkpoint, points
+from slimtensors.checkpoint import Point, list_checkpoints, load_checkpoint
 from slimtensors.checkpoint.policy import Profile, find_profile
-from slimtensors.checkpoint.run import needed, next_base, saves_since_keyframe
-from slimtensors.checkpoint.store import FlatState, save_flat
+from slimtensors.checkpoint.run import choose_base, count_since_keyframe, include_bases
+from slimtensors.checkpoint.store import FlatState, SaveOptions, save_state
 from slimtensors.errors import ConfigError
 from slimtensors.storage import local_path, replace_folder
 from slimtensors.storage.atomic import remove_folder, write_file_atomically
@@ -48,13 +48,8 @@ class SlimCheckpointIO(CheckpointIO):
         target = local_path(path)
         fresh = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None
-        save_flat(
-            FlatState.of(checkpoint),
-            fresh,
-            base=base.path if base else None,
-            profile=self._profile,
-            threads=self._threads,
-        )
+        options = SaveOptions(base.path if base else None, self._profile, threads=self._threads)
+        save_state(FlatState.of(checkpoint), fresh, options)
         if fresh != target:
             replace_folder(fresh, target)
 
@@ -79,9 +74,9 @@ class SlimCheckpointIO(CheckpointIO):
             return
         if not (target / _UNWANTED).exists():
             write_file_atomically(target / _UNWANTED, b"")
-        found = points(target.parent)
+        found = list_checkpoints(target.parent)
         unwanted = {point.name for point in found if (point.path / _UNWANTED).exists()}
-        keep = needed((point.name for point in found if point.name not in unwanted), found)
+        keep = include_bases((point.name for point in found if point.name not in unwanted), found)
         for point in reversed(found):
             if point.name not in keep:
                 remove_folder(point.path)
@@ -90,9 +85,9 @@ class SlimCheckpointIO(CheckpointIO):
         """Choose a base among those whose names stay theirs; `last.ckpt` is replaced each time."""
         found = [
             point
-            for point in points(target.parent)
+            for point in list_checkpoints(target.parent)
             if point.path != target
             and not point.name.startswith("last")
             and not (point.path / _UNWANTED).exists()
         ]
-        return next_base(found, self._base, saves_since_keyframe(found), self._keyframe_every)
+        return choose_base(found, self._base, count_since_keyframe(found), self._keyframe_every)

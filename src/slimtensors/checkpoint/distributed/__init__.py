@@ -1,4 +1,4 @@
-"""Small checkpoints for `torch.distributed.checkpoint`: FSDP2, tensor parallel, any world size."""
+"""Compact checkpoints for `torch.distributed.checkpoint`: FSDP2, tensor parallel, any layout."""
 
 from slimtensors.checkpoint.distributed.folders import consolidate, distribute, inspect, verify
 from slimtensors.checkpoint.distributed.reader import StorageReader

@@ -1,7 +1,7 @@
-"""How the pieces of a rank are stored, and the file they are written to."""
+"""Encoding of the pieces of a rank, and the file that they are written to."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.delta import lossless_only
-from slimtensors.archive.write import ArchiveSource, given, write
-from slimtensors.checkpoint.coding import Coding, apply_decay
-from slimtensors.checkpoint.distributed.manifest import Box, Keys
-from slimtensors.checkpoint.distributed.pieces import PREFIX, Piece, file_name, place, share
+from slimtensors.archive.write import given, write
+from slimtensors.checkpoint.coding import Decay, StateEncoder, compute_decay
+from slimtensors.checkpoint.distributed.pieces import (
+    PREFIX,
+    Box,
+    KeyPath,
+    Piece,
+    build_rank_state,
+    format_file_name,
+    format_offset,
+)
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.checkpoint.policy import OTHER, WEIGHTS, Filter, Profile, RoleInfo
+from slimtensors.checkpoint.policy import OTHER, WEIGHTS, Filter, Profile, StateTensorInfo
 from slimtensors.checkpoint.store import FlatState
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan
@@ -26,81 +33,127 @@ from slimtensors.tensor import Spec
 _OPTIMIZER = re.compile(r"(?P<owner>(?:.*\.)?state\.(?P<parameter>.+))\.(?P<key>[^.]+)")
 _STEP = re.compile(r"(?:.*\.)?state\..+\.step")
 
+Value = TypeVar("Value", float, str)
+
 
 @dataclass(frozen=True)
 class CodingOptions:
-    """How a checkpoint is to be stored."""
+    """Options that determine how pieces are stored."""
 
+    preset: str | Plan | Chooser
     profile: Profile
     lossy: Filter | None
-    """Chooses what the profile may round; without one, all."""
+    """Selects the tensors that the profile may round; None selects all."""
     base: StoredShards | None
+    threads: int | None
 
     @property
     def is_plain(self) -> bool:
-        """Whether every piece is stored as it is."""
+        """Whether all pieces are stored whole and exact."""
         return self.base is None and self.profile.is_exact
 
 
 @dataclass(frozen=True)
-class CodedShare:
-    """What a rank writes, and what became of it."""
+class RankAssignment:
+    """Where a rank writes its file; the coordinator sends it with the global plan."""
 
-    state: ArchiveSource
+    run: str
+    folder: Path
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankFileInfo:
+    """Result of `write_rank_file`."""
+
+    file: str
+    bytes: int
     errors: Mapping[str, float]
-    """Relative RMS error of each piece that is not exact; complete once all is written."""
+    """Largest relative RMS error among the pieces of each tensor that is not exact."""
     kept_exact: Mapping[str, str]
-    """Pieces that were to be rounded and are not, and why."""
+    """Tensors of which pieces should have been rounded but were stored exactly, with the reason."""
 
 
-def encode_share(
-    flat: FlatState, pieces: Mapping[str, Piece], how: CodingOptions, whole: Mapping[str, Any]
-) -> CodedShare:
-    """Return what to write; `whole` is the state that all ranks save, flat."""
-    if how.is_plain:
-        return CodedShare(given(flat.tensors, flat.tree), {}, {})
-    abouts = {
-        name: RoleInfo(name, Spec.of(x), frozenset([OTHER]), "") for name, x in flat.tensors.items()
-    }
-    allowed: set[str] = set()
-    for name, piece in pieces.items():
-        about = describe(piece.tensor, piece.spec, piece.path)
-        if how.lossy is None or how.lossy(about):
-            allowed.add(name)
-        abouts[name] = replace(
-            about,
-            name=name,
-            spec=Spec.of(piece.data),
-            owner=f"{PREFIX}{about.owner}",
-            place=place(piece.box),
-        )
-    base = _BasePieces(how.base, pieces) if how.base else None
-    step = next((_number(x) for name, x in whole.items() if _STEP.fullmatch(name)), None)
-    coding = Coding(
-        flat.tensors,
-        abouts,
-        step=step,
-        decay=_decay_since(how.base, whole),
-        profile=how.profile,
-        allowed=allowed,
-        base=base,
+def write_rank_file(
+    assignment: RankAssignment,
+    pieces: Sequence[Piece],
+    objects: Mapping[str, Any],
+    full_state: Mapping[str, Any],
+    options: CodingOptions,
+) -> RankFileInfo:
+    """Write the file of a rank; `full_state` is the flat state that all ranks save together."""
+    by_name = {piece.name: piece for piece in pieces}
+    state = build_rank_state(assignment.run, assignment.rank, pieces, objects)
+    choose = presets.find(options.preset)
+    errors: Mapping[str, float] = {}
+    kept_exact: Mapping[str, str] = {}
+    if options.is_plain:
+        source = given(state.tensors, state.tree)
+        choose = _restrict_to_pieces(choose, by_name)
+    else:
+        encoder = _make_encoder(state, by_name, full_state, options)
+        source = encoder.build_source(state.tree)
+        errors, kept_exact = encoder.errors, encoder.kept_exact
+        choose = lossless_only(choose)
+    path = assignment.folder / format_file_name(assignment.rank)
+    summary = write(source, path, preset=choose, dialect="slim", threads=options.threads)
+    measured = {t.name: t.error for t in summary.tensors if t.error is not None}
+    return RankFileInfo(
+        path.name,
+        path.stat().st_size,
+        _take_maximum({**measured, **errors}, by_name),
+        _take_maximum(kept_exact, by_name),
     )
-    return CodedShare(coding.state(flat.tree), coding.errors, coding.kept_exact)
 
 
-def describe(name: str, spec: Spec, path: Keys | None) -> RoleInfo:
-    """Say what a tensor is, by the names that torch's `get_state_dict` gives."""
+def describe_tensor(name: str, spec: Spec, path: KeyPath | None) -> StateTensorInfo:
+    """Return the role of a tensor, given the names that torch's `get_state_dict` produces."""
     if path is None or len(path) == 1 or path[0] in ("model", "state_dict"):
         parameter = name if path is None or len(path) == 1 else name.partition(".")[2]
-        return RoleInfo(name, spec, frozenset([WEIGHTS]), parameter)
+        return StateTensorInfo(name, spec, frozenset([WEIGHTS]), parameter)
     if found := _OPTIMIZER.fullmatch(name):
-        return RoleInfo(name, spec, frozenset([found["key"]]), found["parameter"], found["owner"])
-    return RoleInfo(name, spec, frozenset([OTHER]), "")
+        roles = frozenset([found["key"]])
+        return StateTensorInfo(name, spec, roles, found["parameter"], found["owner"])
+    return StateTensorInfo(name, spec, frozenset([OTHER]), "")
+
+
+def _make_encoder(
+    state: FlatState,
+    pieces: Mapping[str, Piece],
+    full_state: Mapping[str, Any],
+    options: CodingOptions,
+) -> StateEncoder:
+    infos = {
+        name: StateTensorInfo(name, Spec.of(x), frozenset([OTHER]), "")
+        for name, x in state.tensors.items()
+    }
+    lossy_names: set[str] = set()
+    for name, piece in pieces.items():
+        info = describe_tensor(piece.tensor, piece.spec, piece.path)
+        if options.lossy is None or options.lossy(info):
+            lossy_names.add(name)
+        infos[name] = replace(
+            info,
+            name=name,
+            spec=Spec.of(piece.data),
+            owner=f"{PREFIX}{info.owner}",
+            suffix=format_offset(piece.box),
+        )
+    steps = (_read_scalar(x) for name, x in full_state.items() if _STEP.fullmatch(name))
+    return StateEncoder(
+        state.tensors,
+        infos,
+        step=next(steps, None),
+        decay=_measure_decay(options.base, full_state),
+        profile=options.profile,
+        lossy_names=lossy_names,
+        base=_BasePieces(options.base, pieces) if options.base else None,
+    )
 
 
 @dataclass(frozen=True)
 class _BasePieces:
-    """The same pieces in another checkpoint, however that one is divided."""
+    """The same pieces in the base, which may be divided in another way."""
 
     base: StoredShards
     pieces: Mapping[str, Piece]
@@ -119,110 +172,56 @@ class _BasePieces:
         return Spec.of(self.pieces[name].data)
 
     def load(self, name: str, each: Each) -> Tensor:
-        """Read a piece from whichever files hold it."""
+        """Read and decode a piece."""
         piece = self.pieces[name]
-        return self.base.region(piece.tensor, piece.box, each)
+        return self.base.load_region(piece.tensor, piece.box, each)
 
 
-def _decay_since(
-    base: StoredShards | None, whole: Mapping[str, Any]
-) -> Callable[[RoleInfo], float]:
-    """Return a function that tells by what a second moment was multiplied since the base."""
-    betas = _second_betas(whole)
+def _measure_decay(base: StoredShards | None, full_state: Mapping[str, Any]) -> Decay:
+    """Return a function that computes the decay of a second moment from the optimizer's steps."""
+    betas = _find_second_betas(full_state)
 
-    def decay(about: RoleInfo) -> float:
-        name = f"{about.owner.removeprefix(PREFIX)}.step"
-        now, beta = _number(whole.get(name)), betas.get(about.parameter)
-        if base is None or now is None or beta is None or name not in base.manifest.tensors:
+    def decay(info: StateTensorInfo) -> float:
+        name = f"{info.owner.removeprefix(PREFIX)}.step"
+        step, beta = _read_scalar(full_state.get(name)), betas.get(info.parameter)
+        if base is None or step is None or beta is None or name not in base.manifest.tensors:
             return 1.0
         if base.manifest.tensors[name].spec != Spec(torch.float32, ()):
             return 1.0
-        return apply_decay(beta, float(base.region(name, Box((), ()))), now)
+        return compute_decay(beta, float(base.load_region(name, Box((), ()))), step)
 
     return decay
 
 
-def _second_betas(whole: Mapping[str, Any]) -> dict[str, float]:
-    """Return the beta2 of each parameter that an optimizer names."""
+def _find_second_betas(full_state: Mapping[str, Any]) -> dict[str, float]:
+    """Return the beta2 of each parameter in the groups of an optimizer."""
     betas: dict[str, float] = {}
-    for name, names in whole.items():
+    for name, parameters in full_state.items():
         group, _, last = name.rpartition(".")
-        pair = whole.get(f"{group}.betas")
-        if last == "params" and isinstance(names, list) and isinstance(pair, tuple | list):
-            betas |= {str(parameter): float(pair[1]) for parameter in names}
+        pair = full_state.get(f"{group}.betas")
+        if last == "params" and isinstance(parameters, list) and isinstance(pair, tuple | list):
+            betas |= {str(parameter): float(pair[1]) for parameter in parameters}
     return betas
 
 
-def _number(x: Any) -> float | None:
-    """Return the value of a plain tensor of one number."""
+def _read_scalar(x: Any) -> float | None:
+    """Return the value of a plain tensor with one element, or None for anything else."""
     return float(x) if type(x) is Tensor and x.numel() == 1 else None
 
 
-Value = TypeVar("Value", float, str)
+def _restrict_to_pieces(choose: Chooser, pieces: Mapping[str, Piece]) -> Chooser:
+    """Return a chooser that keeps tensors inside objects exact: only pieces report errors."""
 
-
-@dataclass(frozen=True)
-class Order:
-    """What a rank is told before it writes."""
-
-    run: str
-    folder: Path
-    rank: int
-
-
-@dataclass(frozen=True)
-class SavedShare:
-    """The file that a rank has written."""
-
-    file: str
-    bytes: int
-    errors: Mapping[str, float]
-    """The largest relative RMS error of a piece, by the names of tensors."""
-    kept_exact: Mapping[str, str]
-    """Why tensors, or pieces of them, are exact although they were to be rounded."""
-
-
-def save_share(
-    order: Order,
-    pieces: Sequence[Piece],
-    objects: Mapping[str, Any],
-    *,
-    how: CodingOptions,
-    preset: str | Plan | Chooser,
-    whole: Mapping[str, Any],
-    threads: int | None,
-) -> SavedShare:
-    """Write all that a rank has to store; `whole` is the state that all ranks save, flat."""
-    named = {piece.name: piece for piece in pieces}
-    path = order.folder / file_name(order.rank)
-    content = encode_share(share(order.run, order.rank, pieces, objects), named, how, whole)
-    choose = presets.find(preset)
-    choose = _exact_elsewhere(choose, named) if how.is_plain else lossless_only(choose)
-    summary = write(content.state, path, preset=choose, dialect="slim", threads=threads)
-    by_preset = {t.name: t.error for t in summary.tensors if t.error is not None}
-    return SavedShare(
-        path.name,
-        path.stat().st_size,
-        _by_tensor({**by_preset, **content.errors}, named, max),
-        _by_tensor(content.kept_exact, named, max),
-    )
-
-
-def _exact_elsewhere(choose: Chooser, pieces: Mapping[str, Piece]) -> Chooser:
-    """Return a rule that rounds no tensor within an object: errors are told of pieces alone."""
-
-    def chosen(name: str, x: Tensor) -> Any:
+    def choose_piece(name: str, x: Tensor) -> Any:
         return choose(name, x) if name in pieces else presets.lossless(name, x)
 
-    return chosen
+    return choose_piece
 
 
-def _by_tensor(
-    found: Mapping[str, Value], pieces: Mapping[str, Piece], pick: Callable[[Value, Value], Value]
-) -> dict[str, Value]:
-    """Return one of the values of each tensor's pieces."""
-    picked: dict[str, Value] = {}
-    for name, value in found.items():
+def _take_maximum(values: Mapping[str, Value], pieces: Mapping[str, Piece]) -> dict[str, Value]:
+    """Return the maximum over the pieces of each tensor."""
+    maxima: dict[str, Value] = {}
+    for name, value in values.items():
         tensor = pieces[name].tensor
-        picked[tensor] = pick(picked[tensor], value) if tensor in picked else value
-    return picked
+        maxima[tensor] = max(maxima[tensor], value) if tensor in maxima else value
+    return maxima

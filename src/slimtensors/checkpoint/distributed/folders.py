@@ -1,4 +1,4 @@
-"""Convert distributed checkpoints from and to model folders, inspect and verify them."""
+"""Convert distributed checkpoints from and to model folders; inspect and verify them."""
 
 import logging
 from dataclasses import replace
@@ -14,17 +14,23 @@ from slimtensors.archive.delta import lossless_only
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.write import ArchiveSource, TensorSource, write
 from slimtensors.checkpoint.distributed.manifest import (
-    PIECE,
-    Box,
     DistributedManifest,
-    Keys,
     StoredChunk,
     StoredTensor,
+)
+from slimtensors.checkpoint.distributed.pieces import (
+    PIECE_BYTES,
+    PREFIX,
+    Box,
+    KeyPath,
+    Piece,
+    build_rank_state,
+    format_file_name,
+    parse_piece_name,
     split_box,
 )
-from slimtensors.checkpoint.distributed.pieces import PREFIX, Piece, file_name, piece_place, share
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.checkpoint.distributed.writer import Pending
+from slimtensors.checkpoint.distributed.writer import PendingFolder
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
@@ -37,37 +43,42 @@ from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder
 from slimtensors.tensor import Json, Spec, dtype_name
 
-_LOG = logging.getLogger(__name__)
-
-_KEY = "model"
+_log = logging.getLogger(__name__)
 
 
 def consolidate(
     path: StrPath,
     target: StrPath,
     *,
-    key: str = _KEY,
+    key: str = "model",
     config: StrPath | None = None,
     preset: str | Plan | Chooser = "dense",
     max_shard_size: int | str = "5GB",
     threads: int | None = None,
 ) -> Summary:
-    """Write the model of a distributed checkpoint as a folder: shards, an index, `config.json`.
+    """Write the model of a distributed checkpoint as a model folder.
 
-    `key` is what the state calls the model, with dots where it lies deeper (`app.model`); a state
-    that is nothing but a model needs none. What is no tensor is left out, with a warning. Holds a
-    few tensors in memory at a time.
+    `key` is the key of the model in the state, with dots for nested keys (`app.model`); it is
+    ignored if the state contains nothing but tensors. Values that are not tensors are left out
+    with a warning. Only a few tensors are in memory at a time.
+
+    Example:
+        >>> from slimtensors import save
+        >>> summary = save({"weight": torch.ones(64, 64)}, "model.safetensors")
+        >>> distribute("model.safetensors", "checkpoint")
+        >>> len(consolidate("checkpoint", "model").tensors)
+        1
     """
     stored = StoredShards(local_path(path))
     stored.check_files()
-    items = _model_items(stored, key)
-    found: dict[str, Sparsity] = {}
-    label = preset if isinstance(preset, str) else "lossless"
+    items = _find_model(stored, key)
+    statistics: dict[str, Sparsity] = {}
+    preset_name = preset if isinstance(preset, str) else "lossless"
     with create_folder(target) as folder:
         summary = write(
             ArchiveSource(items),
             folder,
-            preset=measuring(presets.find(preset), found),
+            preset=measuring(presets.find(preset), statistics),
             dialect="slim",
             max_shard_size=max_shard_size,
             threads=threads,
@@ -75,7 +86,7 @@ def consolidate(
 
         def edit(data: Json) -> Json:
             plain = without_section(data)
-            return described(plain, summary, found, preset=label, dialect="slim")
+            return described(plain, summary, statistics, preset=preset_name, dialect="slim")
 
         if config is not None:
             (folder / CONFIG).write_bytes(updated_config(local_path(config).read_bytes(), edit))
@@ -88,26 +99,31 @@ def distribute(
     path: StrPath,
     target: StrPath,
     *,
-    key: str = _KEY,
+    key: str = "model",
     preset: str | Plan | Chooser = "lossless",
     overwrite: bool = False,
     threads: int | None = None,
 ) -> None:
     """Write a model folder as a distributed checkpoint that any number of ranks can load.
 
-    Its tensors become `{key: {name: tensor}}`, bit for bit; a preset that rounds is refused. A few
-    of them are in memory at a time.
+    The checkpoint contains the state `{key: {name: tensor}}`, bit for bit; a lossy preset raises
+    `ConfigError`. Only a few tensors are in memory at a time.
+
+    Example:
+        >>> from slimtensors import save
+        >>> summary = save({"weight": torch.ones(64, 64)}, "weights.safetensors")
+        >>> distribute("weights.safetensors", "distributed")
     """
     choose = lossless_only(presets.find(preset))
     archive = Archive(path)
     archive.check_whole()
-    pending = Pending(target, overwrite=overwrite)
+    pending = PendingFolder(target, overwrite=overwrite)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, int] = {}
     for rank, names in enumerate(archive.shards().values()):
-        file = pending.folder / file_name(rank)
-        state = _rank_state(archive, names, key, pending.run, rank)
-        write(state, file, preset=choose, dialect="slim", threads=threads)
+        file = pending.path / format_file_name(rank)
+        source = _build_rank_source(archive, names, key, pending.run, rank)
+        write(source, file, preset=choose, dialect="slim", threads=threads)
         files[file.name] = file.stat().st_size
         for name in names:
             spec = archive.spec(name)
@@ -119,120 +135,123 @@ def distribute(
     )
 
 
-def _model_items(stored: StoredShards, key: str) -> list[TensorSource]:
-    """Return the tensors of a model, to be read when their turn comes."""
-
-    def item(name: str, full: str, spec: Spec) -> TensorSource:
-        return TensorSource(
-            name, spec, lambda each: stored.region(full, Box.whole(spec.shape), each)
-        )
-
-    tensors = {full: t.path or (full,) for full, t in stored.manifest.tensors.items()}
-    objects = {full: value.path or (full,) for full, value in stored.manifest.objects.items()}
-    if all(len(path) == 1 for path in tensors.values()):
-        key = ""  # nothing but a model
-    names = {full: name for full, path in tensors.items() if (name := _name_in(path, key))}
-    if not names:
-        tops = ", ".join(sorted({str(path[0]) for path in tensors.values()})[:8])
-        raise ConfigError(f"{stored.folder}: holds no tensors under {key!r}, but {tops or 'none'}")
-    if left_out := [full for full, path in objects.items() if _name_in(path, key)]:
-        few = ", ".join(left_out[:5])
-        _LOG.warning("%s: are no tensors and stay out of the folder: %s", stored.folder, few)
-    return [item(name, full, stored.manifest.tensors[full].spec) for full, name in names.items()]
-
-
-def _name_in(path: Keys, key: str) -> str | None:
-    """Return what something is called below `key`; none if it lies elsewhere."""
-    words = list(map(str, path))
-    below = (i for i in range(len(words)) if ".".join(words[:i]) == key)
-    return next((".".join(words[i:]) for i in below), None)
-
-
-def _rank_state(archive: Archive, names: list[str], key: str, run: str, rank: int) -> ArchiveSource:
-    """Return the tensors of one file, piece by piece, to be read when their turn comes."""
-
-    @lru_cache(maxsize=2)  # the pieces of a tensor come one after the other
-    def whole(name: str) -> Tensor:
-        return archive.get_tensor(name)
-
-    def item(name: str, spec: Spec, box: Box) -> tuple[TensorSource, Piece]:
-        def read(each: Each) -> Tensor:
-            return box.of(whole(name), Box.whole(spec.shape))
-
-        shape = Spec(spec.dtype, box.shape)
-        data = torch.empty(box.shape, dtype=spec.dtype, device="meta")
-        piece = Piece(f"{key}.{name}", spec, (key, name), box, data)
-        return TensorSource(piece.name, shape, read), piece
-
-    made = [
-        item(name, spec, box)
-        for name in names
-        for spec in [archive.spec(name)]
-        for box in split_box(Box.whole(spec.shape), spec.dtype, PIECE)
-    ]
-    tree = share(run, rank, [piece for _, piece in made], {}).tree
-    return ArchiveSource([item for item, _ in made], tree=tree)
-
-
 def inspect(path: StrPath) -> Summary:
-    """Return how every tensor is stored, all of its pieces together."""
-    shards = StoredShards(local_path(path))
-    shards.check_files()
-    held: dict[str, list[TensorSummary]] = {name: [] for name in shards.manifest.tensors}
-    for piece in shards.summaries():
+    """Return the stored form and size of each tensor, summed over its pieces."""
+    stored = StoredShards(local_path(path))
+    stored.check_files()
+    pieces: dict[str, list[TensorSummary]] = {name: [] for name in stored.manifest.tensors}
+    for piece in stored.iter_summaries():
         if piece.name.startswith(PREFIX):
-            held.setdefault(piece_place(piece.name)[0], []).append(piece)
-    errors = shards.manifest.errors
+            pieces.setdefault(parse_piece_name(piece.name)[0], []).append(piece)
+    errors = stored.manifest.errors
     tensors = [
-        _joined(name, tensor.spec, held[name], errors.get(name))
-        for name, tensor in shards.manifest.tensors.items()
+        _merge_summaries(name, tensor.spec, pieces[name], errors.get(name))
+        for name, tensor in stored.manifest.tensors.items()
     ]
-    return Summary(tensors, [str(shards.folder / name) for name in shards.manifest.files])
+    return Summary(tensors, [str(stored.folder / name) for name in stored.manifest.files])
 
 
 def verify(path: StrPath, *, threads: int | None = None) -> Verification:
-    """Read everything, of bases too where that is needed, checking all checksums.
+    """Read the checkpoint, and its base where needed, and verify all checksums.
 
-    Raise if a file is missing, or the base is not the one that it was.
+    Raise if a file is missing, or if the base is missing or another one.
     """
-    shards = StoredShards(local_path(path))
-    shards.check_files()
-    tensors = shards.manifest.tensors
-    jobs = [
+    stored = StoredShards(local_path(path))
+    stored.check_files()
+    tensors = stored.manifest.tensors
+    pieces = [
         (name, piece, chunk.file)
         for name, tensor in tensors.items()
         for chunk in tensor.chunks
-        for piece in shards.pieces(name, chunk.box, chunk.box)
+        for piece in stored.split_chunk(name, chunk.box, chunk.box)
     ]
     damaged: dict[str, str] = {}
 
-    def size(job: tuple[str, Box, int]) -> int:
-        return job[1].numel * tensors[job[0]].spec.dtype.itemsize
+    def measure(piece: tuple[str, Box, int]) -> int:
+        name, box, _ = piece
+        return box.numel * tensors[name].spec.dtype.itemsize
 
     with Workers(threads) as workers:
 
-        def one(job: tuple[str, Box, int]) -> str:
+        def check(piece: tuple[str, Box, int]) -> str:
             try:
-                shards.piece(*job, workers.each)
+                stored.load_piece(*piece, workers.each)
             except (FormatError, MismatchError) as error:
                 return str(error)
             return ""
 
-        for (name, *_), told in zip(jobs, workers.in_order(one, jobs, size), strict=True):
-            if told:
-                damaged.setdefault(name, told)
-    for name in shards.manifest.objects:
+        problems = workers.in_order(check, pieces, measure)
+        for (name, *_), problem in zip(pieces, problems, strict=True):
+            if problem:
+                damaged.setdefault(name, problem)
+    for name in stored.manifest.objects:
         try:
-            shards.value(name)
+            stored.load_object(name)
         except (FormatError, MismatchError) as error:
             damaged[name] = str(error)
     return Verification(len(tensors), damaged)
 
 
-def _joined(
+def _find_model(stored: StoredShards, key: str) -> list[TensorSource]:
+    """Return the tensors of the model, which are read on demand."""
+
+    def make_source(name: str, full_name: str, spec: Spec) -> TensorSource:
+        box = Box.whole(spec.shape)
+        return TensorSource(name, spec, lambda each: stored.load_region(full_name, box, each))
+
+    tensors = {name: tensor.path or (name,) for name, tensor in stored.manifest.tensors.items()}
+    objects = {name: value.path or (name,) for name, value in stored.manifest.objects.items()}
+    if all(len(path) == 1 for path in tensors.values()):
+        key = ""  # the state is the model
+    names = {full: name for full, path in tensors.items() if (name := _relative_name(path, key))}
+    if not names:
+        keys = ", ".join(sorted({str(path[0]) for path in tensors.values()})[:8])
+        raise ConfigError(f"{stored.folder}: no tensors under {key!r}; found {keys or 'none'}")
+    if skipped := [full for full, path in objects.items() if _relative_name(path, key)]:
+        _log.warning("%s: values left out, not tensors: %s", stored.folder, ", ".join(skipped[:5]))
+    return [
+        make_source(name, full, stored.manifest.tensors[full].spec) for full, name in names.items()
+    ]
+
+
+def _relative_name(path: KeyPath, key: str) -> str | None:
+    """Return the name of a value relative to `key`, or None if it is not below `key`."""
+    keys = list(map(str, path))
+    starts = (i for i in range(len(keys)) if ".".join(keys[:i]) == key)
+    return next((".".join(keys[i:]) for i in starts), None)
+
+
+def _build_rank_source(
+    archive: Archive, names: list[str], key: str, run: str, rank: int
+) -> ArchiveSource:
+    """Return the pieces of one file, which are read on demand."""
+
+    @lru_cache(maxsize=2)  # the pieces of a tensor are read one after the other
+    def load(name: str) -> Tensor:
+        return archive.get_tensor(name)
+
+    def make_piece(name: str, spec: Spec, box: Box) -> tuple[TensorSource, Piece]:
+        def read(each: Each) -> Tensor:
+            return box.narrow(load(name), Box.whole(spec.shape))
+
+        data = torch.empty(box.shape, dtype=spec.dtype, device="meta")
+        piece = Piece(f"{key}.{name}", spec, (key, name), box, data)
+        return TensorSource(piece.name, Spec(spec.dtype, box.shape), read), piece
+
+    made = [
+        make_piece(name, spec, box)
+        for name in names
+        for spec in [archive.spec(name)]
+        for box in split_box(Box.whole(spec.shape), spec.dtype, PIECE_BYTES)
+    ]
+    tree = build_rank_state(run, rank, [piece for _, piece in made], {}).tree
+    return ArchiveSource([source for source, _ in made], tree=tree)
+
+
+def _merge_summaries(
     name: str, spec: Spec, pieces: list[TensorSummary], error: float | None
 ) -> TensorSummary:
-    """Return what the pieces of a tensor cost together."""
+    """Return the summary of a tensor from those of its pieces."""
     parts: dict[str, int] = {}
     for piece in pieces:
         for part, nbytes in piece.parts.items():

@@ -1,106 +1,38 @@
-"""What a distributed checkpoint says of itself: `distributed.json`, which makes it complete."""
+"""Manifest of a distributed checkpoint: `distributed.json`, which makes it complete."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from slimtensors import _core
-from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, find_overlap
+from slimtensors.errors import (
+    CorruptFileError,
+    FormatError,
+    MismatchError,
+    UnsupportedTensorError,
+    UnsupportedVersionError,
+)
 from slimtensors.storage import DISTRIBUTED as MANIFEST
 from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json, Spec, parse_shape
 
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Where a part of a tensor begins, and how large it is."""
-
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Box":
-        """Return the box that is all of a tensor."""
-        return cls((0,) * len(shape), shape)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    def overlap(self, other: "Box") -> "Box | None":
-        """Return what two boxes of the same tensor have in common; none if nothing."""
-        begin = tuple(map(max, self.at, other.at))
-        ends = zip(self.at, self.shape, other.at, other.shape, strict=True)
-        shape = tuple(
-            min(a + n, b + m) - start for start, (a, n, b, m) in zip(begin, ends, strict=True)
-        )
-        return Box(begin, shape) if all(n > 0 for n in shape) else None
-
-    def of(self, x: Tensor, outer: "Box") -> Tensor:
-        """Return the items of this box as a view of `x`, which holds those of `outer`."""
-        for dim, (at, start, n) in enumerate(zip(self.at, outer.at, self.shape, strict=True)):
-            x = x.narrow(dim, at - start, n)
-        return x
-
-    def is_in(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether this is a part of a tensor of such a shape."""
-        return len(self.at) == len(self.shape) == len(shape) and all(
-            at >= 0 and n >= 0 and at + n <= size
-            for at, n, size in zip(self.at, self.shape, shape, strict=True)
-        )
-
-
-def find_overlaps(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two boxes of a tensor that have items in common; none if all lie apart."""
-    filled = [box for box in boxes if box.numel]
-    if len(filled) < 2:
-        return None
-    # Along the dimension that tells the most apart, few others reach to where a box begins.
-    dims = range(len(filled[0].at))
-    dim = max(dims, key=lambda dim: len({box.at[dim] for box in filled}))
-    reaching: list[Box] = []
-    for box in sorted(filled, key=lambda box: box.at[dim]):
-        reaching = [other for other in reaching if other.at[dim] + other.shape[dim] > box.at[dim]]
-        for other in reaching:
-            if box.overlap(other):
-                return other, box
-        reaching.append(box)
-    return None
-
-
-def split_box(chunk: Box, dtype: torch.dtype, limit: int, part: Box | None = None) -> Iterator[Box]:
-    """Yield the pieces in which a chunk is stored: as many rows as `limit` bytes hold, or one.
-
-    With `part`, a box in the chunk, only those that it touches.
-    """
-    part = part or chunk
-    if not chunk.shape or not chunk.numel:
-        yield chunk
-        return
-    rows = max(1, limit // (math.prod(chunk.shape[1:]) * dtype.itemsize))
-    top, bottom = chunk.at[0], chunk.at[0] + chunk.shape[0]
-    first = top + (part.at[0] - top) // rows * rows
-    for begin in range(first, part.at[0] + part.shape[0], rows):
-        height = min(rows, bottom - begin)
-        yield Box((begin, *chunk.at[1:]), (height, *chunk.shape[1:]))
-
-
 VERSION = 1
-PIECE = 2 << 20
-"""Bytes of the rows that are stored together: what a reader of one row has to decode."""
-
-Keys = tuple[str | int, ...]
-"""The keys that lead to a value in the nested state."""
-
 _FORMAT = "slimtensors distributed checkpoint"
-_SEAL = ',\n"crc32c": '
+_CHECKSUM = ',\n"crc32c": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,58 +41,58 @@ class StoredChunk:
 
     box: Box
     file: int
-    """Number of the file that holds it."""
+    """Index of the file that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the chunks that it is made of."""
+    """A tensor and its chunks."""
 
     spec: Spec
     chunks: tuple[StoredChunk, ...]
-    path: Keys | None
+    path: KeyPath | None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is no tensor."""
+    """A value that is not a tensor."""
 
     file: int
-    path: Keys | None
+    path: KeyPath | None
 
 
 @dataclass(frozen=True)
 class DistributedBase:
-    """The checkpoint that a delta needs."""
+    """The distributed checkpoint that a delta needs."""
 
     name: str
-    """Of its folder, beside this one."""
+    """Name of its folder, next to the delta."""
     run: str
 
 
 @dataclass(frozen=True)
 class DistributedManifest:
-    """What a distributed checkpoint is."""
+    """The content of `distributed.json`."""
 
     run: str
-    """Different for every save, and said by every file of it."""
+    """Random id of the save, also stored in each of its files."""
     created: str
     world: int
-    """How many ranks have saved it."""
+    """Number of ranks that saved the checkpoint."""
     profile: str
     files: Mapping[str, int]
-    """Names and sizes, in the order of their numbers."""
+    """File names and sizes, in the order of their indices."""
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject]
     base: DistributedBase | None = None
-    piece_bytes: int = PIECE
+    piece_bytes: int = PIECE_BYTES
     errors: Mapping[str, float] = field(default_factory=dict)
-    """The largest relative RMS error of a piece of each tensor that is not exact."""
+    """Largest relative RMS error among the pieces of each tensor that is not exact."""
     kept_exact: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that were to be rounded and are not, or not in all pieces, and why."""
+    """Tensors of which pieces should have been rounded but were stored exactly, with the reason."""
 
     def to_text(self) -> str:
-        """Return JSON, a line for each tensor, sealed by a checksum."""
+        """Return JSON with one line per tensor and a checksum at the end."""
         base = {"name": self.base.name, "run": self.base.run} if self.base else None
         head = {
             "format": _FORMAT,
@@ -174,7 +106,7 @@ class DistributedManifest:
         }
         tables: dict[str, Mapping[str, Any]] = {
             "files": self.files,
-            "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: _format_tensor(tensor) for name, tensor in self.tensors.items()},
             "objects": {
                 name: {"file": stored.file, "path": stored.path}
                 for name, stored in self.objects.items()
@@ -182,97 +114,97 @@ class DistributedManifest:
             "errors": self.errors,
             "kept_exact": self.kept_exact,
         }
-        lines = [*_lines(head), *(f'"{key}": {_table(rows)}' for key, rows in tables.items())]
-        body = "{\n" + ",\n".join(lines)
-        return f"{body}{_SEAL}{_core.crc32c(body.encode())}\n}}\n"
+        tables_text = (f'"{key}": {_format_table(rows)}' for key, rows in tables.items())
+        body = "{\n" + ",\n".join([*_format_rows(head), *tables_text])
+        return f"{body}{_CHECKSUM}{_core.crc32c(body.encode())}\n}}\n"
 
     @classmethod
     def from_text(cls, text: str) -> "DistributedManifest":
-        """Parse and check all of it."""
+        """Parse the JSON form and check all of it."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise CorruptFileError("is not the description of a distributed checkpoint")
+            raise CorruptFileError("not the manifest of a distributed checkpoint")
         if type(data.get("version")) is int and data["version"] > VERSION:
             raise UnsupportedVersionError(
-                f"has version {data['version']}, this library reads up to {VERSION};"
-                " update slimtensors"
+                f"format version {data['version']} is newer than {VERSION}; update slimtensors"
             )
-        body, _, seal = text.rpartition(_SEAL)
-        if seal != f"{_core.crc32c(body.encode())}\n}}\n":
-            raise CorruptFileError("the checksum differs: the file is damaged")
-        return _parsed(data)
+        body, _, checksum = text.rpartition(_CHECKSUM)
+        if checksum != f"{_core.crc32c(body.encode())}\n}}\n":
+            raise CorruptFileError("checksum mismatch; the file is damaged")
+        return _parse_manifest(data)
 
 
-def write_manifest(folder: Path, manifest: DistributedManifest) -> None:
-    """Write the file that makes a checkpoint complete."""
+def write_distributed_manifest(folder: Path, manifest: DistributedManifest) -> None:
+    """Write `distributed.json`, which makes a checkpoint complete."""
     write_file_atomically(folder / MANIFEST, manifest.to_text().encode())
 
 
-def read_manifest(folder: Path) -> DistributedManifest:
-    """Read what a distributed checkpoint says of itself."""
+def read_distributed_manifest(folder: Path) -> DistributedManifest:
+    """Read `distributed.json`."""
     path = folder / MANIFEST
     try:
         return DistributedManifest.from_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint") from None
-        raise FormatError(f"{folder}: is no distributed checkpoint: no {MANIFEST} in it") from None
+        raise FormatError(
+            f"{folder} is not a distributed checkpoint ({MANIFEST} not found)"
+        ) from None
     except UnsupportedVersionError as error:
         raise UnsupportedVersionError(f"{path}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path}: {error}") from error
 
 
-def base_name(folder: Path) -> str | None:
-    """Return the folder from which a checkpoint says to be a difference, reading only the head."""
+def read_base_name(folder: Path) -> str | None:
+    """Return the folder name of the base of a checkpoint; read only the head of the manifest."""
     with (folder / MANIFEST).open(encoding="utf-8", errors="replace") as file:
         line = next((line for line in file if line.startswith('"base": ')), '"base": null')
     try:
         base = json.loads("{" + line.rstrip(",\n") + "}")["base"]
         return str(base["name"]) if base is not None else None
-    except (ValueError, TypeError, KeyError):  # damaged: it needs nothing any more
+    except (ValueError, TypeError, KeyError):  # damaged: cannot be loaded with a base either
         return None
 
 
-def is_distributed(folder: Path) -> bool:
-    """Tell whether a folder holds a distributed checkpoint that was completed."""
-    return (folder / MANIFEST).is_file()
-
-
-def _lines(rows: Mapping[str, Any]) -> Iterator[str]:
+def _format_rows(rows: Mapping[str, Any]) -> Iterator[str]:
     for key, value in rows.items():
-        words = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-        yield f"{json.dumps(key, ensure_ascii=False)}: {words}"
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        yield f"{json.dumps(key, ensure_ascii=False)}: {text}"
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    return "{\n" + ",\n".join(_lines(rows)) + "\n}" if rows else "{}"
+def _format_table(rows: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(_format_rows(rows)) + "\n}" if rows else "{}"
 
 
-def _tensor_json(tensor: StoredTensor) -> Json:
-    chunks = [[chunk.box.at, chunk.box.shape, chunk.file] for chunk in tensor.chunks]
+def _format_tensor(tensor: StoredTensor) -> Json:
+    chunks = [[chunk.box.offset, chunk.box.shape, chunk.file] for chunk in tensor.chunks]
     return {**tensor.spec.to_json(), "path": tensor.path, "chunks": chunks}
 
 
-def _parsed(data: Json) -> DistributedManifest:
+def _parse_manifest(data: Json) -> DistributedManifest:
     files, base = data["files"], data["base"]
     for name, size in files.items():
-        # A plain name: what a file says must not lead to another folder.
+        # Plain names only: a manifest must not point to another folder.
         if not name or name.startswith(".") or set(name) & set("/\\:\0") or type(size) is not int:
-            raise CorruptFileError(f"{name!r} is not a file of this folder")
+            raise CorruptFileError(f"invalid file name {name!r}")
     if base is not None and (not _is_plain(base["name"]) or not isinstance(base["run"], str)):
-        raise CorruptFileError(f"{str(base)[:80]} is not a checkpoint beside this one")
+        raise CorruptFileError(f"invalid base {str(base)[:80]}")
     if type(data["piece_bytes"]) is not int or data["piece_bytes"] < 1:
-        raise CorruptFileError(f"pieces of {data['piece_bytes']!r} bytes")
+        raise CorruptFileError(f"invalid piece_bytes {data['piece_bytes']!r}")
     return DistributedManifest(
         run=str(data["run"]),
         created=str(data["created"]),
         world=int(data["world"]),
         profile=str(data["profile"]),
         files=files,
-        tensors={name: _tensor(name, row, len(files)) for name, row in data["tensors"].items()},
+        tensors={
+            name: _parse_tensor(name, row, len(files)) for name, row in data["tensors"].items()
+        },
         objects={
-            name: StoredObject(_number(name, row["file"], len(files)), _path(name, row["path"]))
+            name: StoredObject(
+                _parse_file(name, row["file"], len(files)), _parse_path(name, row["path"])
+            )
             for name, row in data["objects"].items()
         },
         base=DistributedBase(base["name"], base["run"]) if base is not None else None,
@@ -286,31 +218,118 @@ def _is_plain(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 
-def _tensor(name: str, row: Json, files: int) -> StoredTensor:
+def _parse_tensor(name: str, row: Json, files: int) -> StoredTensor:
     spec = Spec.from_json(row)
     chunks = tuple(
-        StoredChunk(Box(parse_shape(at), parse_shape(shape)), _number(name, file, files))
-        for at, shape, file in row["chunks"]
+        StoredChunk(Box(parse_shape(offset), parse_shape(shape)), _parse_file(name, file, files))
+        for offset, shape, file in row["chunks"]
     )
     for chunk in chunks:
-        if not chunk.box.is_in(spec.shape):
-            raise CorruptFileError(f"{name}: a chunk lies outside of the tensor: {chunk.box}")
-    if sum(chunk.box.numel for chunk in chunks) != spec.numel:
-        raise CorruptFileError(f"{name}: chunks are missing, or there are too many")
-    if found := find_overlaps([chunk.box for chunk in chunks]):
-        raise CorruptFileError(f"{name}: two chunks overlap: {found[0]} and {found[1]}")
-    return StoredTensor(spec, chunks, _path(name, row["path"]))
+        if not chunk.box.is_inside(spec.shape):
+            raise CorruptFileError(f"{name}: chunk out of bounds: {chunk.box}")
+    if (count := sum(chunk.box.numel for chunk in chunks)) != spec.numel:
+        raise CorruptFileError(f"{name}: expected chunks of {spec.numel} elements, got {count}")
+    if found := find_overlap([chunk.box for chunk in chunks]):
+        raise CorruptFileError(f"{name}: chunks overlap: {found[0]} and {found[1]}")
+    return StoredTensor(spec, chunks, _parse_path(name, row["path"]))
 
 
-def _number(name: str, file: object, files: int) -> int:
+def _parse_file(name: str, file: object, files: int) -> int:
     if type(file) is not int or not 0 <= file < files:
-        raise CorruptFileError(f"{name}: should be in file {str(file)[:20]}, of {files}")
+        raise CorruptFileError(f"{name}: invalid file index {str(file)[:20]}, there are {files}")
     return file
 
 
-def _path(name: str, path: object) -> Keys | None:
+def _parse_path(name: str, path: object) -> KeyPath | None:
     if path is None:
         return None
     if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
-        raise CorruptFileError(f"{name}: lies nowhere: {str(path)[:80]}")
+        raise CorruptFileError(f"{name}: invalid path {str(path)[:80]}")
     return tuple(path)
+
+
+def to_metadata(manifest: DistributedManifest) -> Metadata:
+    """Return the metadata of a checkpoint for torch's planners."""
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        name: _to_tensor_metadata(tensor) for name, tensor in manifest.tensors.items()
+    }
+    items |= {name: BytesStorageMetadata() for name in manifest.objects}
+    paths = {name: tensor.path for name, tensor in manifest.tensors.items() if tensor.path}
+    paths |= {name: value.path for name, value in manifest.objects.items() if value.path}
+    return Metadata(items, planner_data=paths or None)
+
+
+def _to_tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
+        for chunk in tensor.chunks
+    ]
+    properties = TensorProperties(dtype=tensor.spec.dtype)
+    return TensorStorageMetadata(properties, torch.Size(tensor.spec.shape), chunks)
+
+
+@dataclass(frozen=True)
+class WrittenItem:
+    """Storage data of a written item, which its rank sends to the coordinator."""
+
+    file: str
+    bytes: int
+    """Size of the file."""
+    error: float | None = None
+    """Largest relative RMS error of its pieces, or None if it is exact."""
+    note: str = ""
+    """Why it was stored exactly although it should have been rounded."""
+
+
+def collect_results(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> tuple[dict[str, StoredTensor], dict[str, StoredObject], dict[str, int]]:
+    """Return the tensors, objects and files of a checkpoint from the results of all ranks.
+
+    Raise `MismatchError` unless exactly the planned items have been written.
+    """
+    written = {result.index: result.storage_data for part in results for result in part}
+    files = {item.file: item.bytes for item in written.values()}
+    file_indices = {file: i for i, file in enumerate(files)}
+    paths = _check_paths(metadata.planner_data)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    missing: list[str] = []
+
+    def pop_file(index: MetadataIndex) -> int:
+        if index not in written:
+            missing.append(index.fqn)
+            return 0
+        return file_indices[written.pop(index).file]
+
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, BytesStorageMetadata):
+            objects[name] = StoredObject(pop_file(MetadataIndex(name)), paths.get(name))
+            continue
+        chunks = tuple(
+            StoredChunk(
+                Box(tuple(c.offsets), tuple(c.sizes)), pop_file(MetadataIndex(name, c.offsets))
+            )
+            for c in item.chunks
+        )
+        spec = Spec(item.properties.dtype, tuple(item.size))
+        tensors[name] = StoredTensor(spec, chunks, paths.get(name))
+    if missing or written:
+        extra = f"; not planned: {next(iter(written)).fqn}" if written else ""
+        names = ", ".join(missing[:5])
+        raise MismatchError(f"{len(missing)} planned items were not written: {names}{extra}")
+    return tensors, objects, files
+
+
+def _check_paths(planner_data: Any) -> Mapping[str, KeyPath]:
+    """Return the key path of each value; raise if a planner has stored anything else."""
+    if planner_data is None:
+        return {}
+    is_valid = isinstance(planner_data, Mapping) and all(
+        isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+        for path in planner_data.values()
+    )
+    if not is_valid:
+        kind = type(planner_data).__name__
+        raise UnsupportedTensorError(f"planner data of type {kind} cannot be stored as JSON")
+    return dict(planner_data)

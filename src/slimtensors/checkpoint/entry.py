@@ -1,0 +1,292 @@
+"""Stored form of one tensor of a checkpoint: its entry, its rounding, and how it is decoded."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slimtensors.archive import Archive
+from slimtensors.archive.delta import tensor_digest
+from slimtensors.codecs.residual import Kind, apply_residual, ungroup_bytes
+from slimtensors.errors import CorruptFileError, MismatchError
+from slimtensors.parallel import Each, serially
+from slimtensors.tensor import Json, Spec, allocate
+
+WHOLE, SAME = "whole", "same"
+DIFFERENCES = ("difference", "by-exponent")
+GROUPED, STEPS, ROOTS = "grouped", "steps", "roots"
+
+NEEDS_BASE = {SAME, *DIFFERENCES, STEPS}
+NEEDS_SIBLING = {GROUPED, ROOTS}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Description of a stored tensor. `docs/format-checkpoints.md` defines the kinds."""
+
+    kind: str
+    like: Spec
+    """Dtype and shape of the decoded tensor."""
+    bits: int | None = None
+    """Mantissa bits of the stored values, if reduced."""
+    seed: int | None = None
+    """Seed of the stochastic rounding, if any."""
+    base: str | None = None
+    """Digest of the tensor in the base."""
+    times: float = 1.0
+    """Factor that the tensor in the base is multiplied by before decoding."""
+    by: str | None = None
+    """Name of the tensor of the same checkpoint that is needed for decoding."""
+    step: float | None = None
+
+    def to_json(self) -> Json:
+        """Return the JSON form, without fields that have their default value."""
+        data: Json = {"as": self.kind, **self.like.to_json()}
+        if self.times != 1.0:
+            data["times"] = self.times
+        for key in ("bits", "seed", "base", "by", "step"):
+            if getattr(self, key) is not None:
+                data[key] = getattr(self, key)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TensorEntry":
+        """Parse the JSON form."""
+        try:
+            entry = cls(
+                kind=data["as"],
+                like=Spec.from_json(dict(data)),
+                bits=data.get("bits"),
+                seed=data.get("seed"),
+                base=data.get("base"),
+                times=float(data.get("times", 1.0)),
+                by=data.get("by"),
+                step=float(data["step"]) if "step" in data else None,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"invalid tensor entry: {str(data)[:80]}") from error
+        is_valid = (
+            entry.kind in {WHOLE, *NEEDS_BASE, *NEEDS_SIBLING}
+            and (entry.bits is None or _can_shorten(entry.like.dtype, entry.bits))
+            and (entry.seed is None or _is_seed(entry.seed))
+            and isinstance(entry.base, str) == (entry.kind in NEEDS_BASE)
+            and isinstance(entry.by, str) == (entry.kind in NEEDS_SIBLING)
+            and (entry.step is not None) == (entry.kind in (STEPS, ROOTS))
+        )
+        if not is_valid:
+            raise CorruptFileError(f"invalid tensor entry: {str(data)[:80]}")
+        return entry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the tensor is stored."""
+        return shorten_dtype(self.like.dtype, self.bits)
+
+    def predict(self, base: Tensor) -> Tensor:
+        """Return the tensor predicted from the base: scaled, and rounded with the same seed.
+
+        Values that did not change since the base have a zero residual.
+        """
+        x = base if self.times == 1.0 else _multiply(base, self.times)
+        return x if self.bits is None else round_mantissa(x, self.bits, self.seed)
+
+
+LoadBase = Callable[[str, Spec, Each], Tensor | None]
+"""Returns the tensor of this name and shape in the base, or None if the base lacks it."""
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of one file of a checkpoint, decoded on access."""
+
+    def __init__(self, path: Path, load_base: LoadBase) -> None:
+        self.archive = Archive(path)
+        self.entries, self.tied = _read_entries(self.archive)
+        """Entries by name, empty if all tensors are whole; names that share a tensor."""
+        self._load_base = load_base
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.load(name, serially)
+
+    def __contains__(self, name: object) -> bool:
+        return name in (self.entries or self.archive)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of all tensors except tied ones."""
+        return iter(self.entries or [n for n in self.archive if n not in self.tied])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def spec(self, name: str) -> Spec:
+        """Return dtype and shape of a tensor."""
+        return self.entries[name].like if self.entries else self.archive.spec(name)
+
+    def load(self, name: str, each: Each, siblings: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Read and decode a tensor; `siblings` are already decoded tensors of the same file."""
+        name = self.tied.get(name, name)
+        if name not in self:
+            raise CorruptFileError(f"{self.archive.path}: {name} not found")
+        if not self.entries:
+            return self.archive.load_one(name, each)
+        entry = self.entries[name]
+        other = None
+        if entry.by is not None:
+            loaded = siblings or {}
+            other = loaded[entry.by] if entry.by in loaded else self.load(entry.by, each)
+        elif entry.base is not None:
+            other = self._load_base(name, entry.like, each)
+            if other is None:
+                raise CorruptFileError(f"{self.archive.path}: {name} not found in the base")
+            if tensor_digest(other) != entry.base:
+                raise MismatchError(
+                    f"{self.archive.path}: {name} was stored as a difference from another tensor"
+                    " than the one in the base; pass the original base"
+                )
+        stored = None if entry.kind == SAME else self.archive.load_one(name, each)
+        try:
+            return decode_entry(entry, stored, other, each)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.archive.path}: {name}: {error}") from error
+
+
+def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Return the tensor entries, empty if all tensors are stored whole, and tied names."""
+    if archive.delta is None:
+        return {}, archive.tied()
+    match archive.delta:
+        case {"checkpoint": dict(entries), "tied": dict(tied)} if (
+            all(isinstance(entry, dict) for entry in entries.values())
+            and tied.keys().isdisjoint(entries)
+            and all(isinstance(target, str) and target in entries for target in tied.values())
+        ):
+            parsed = {name: TensorEntry.from_json(entry) for name, entry in entries.items()}
+        case _:
+            raise CorruptFileError(f"{archive.path}: invalid table of tensor entries")
+    for name, entry in parsed.items():
+        if entry.kind != SAME and name not in archive:
+            raise CorruptFileError(f"{archive.path}: {name} not found")
+        if entry.by is not None:
+            sibling = parsed.get(entry.by)
+            if sibling is None or sibling.kind in NEEDS_SIBLING:
+                raise CorruptFileError(f"{archive.path}: {name}: invalid sibling {entry.by}")
+    return parsed, tied
+
+
+def decode_entry(
+    entry: TensorEntry, stored: Tensor | None, other: Tensor | None, each: Each
+) -> Tensor:
+    """Return the decoded tensor; `other` is the tensor in the base, or the sibling."""
+    x = _decode(entry, stored, other, each)
+    if tuple(x.shape) != entry.like.shape:
+        raise CorruptFileError(f"expected shape {entry.like.shape}, got {tuple(x.shape)}")
+    return x.to(entry.like.dtype)
+
+
+def _decode(entry: TensorEntry, stored: Tensor | None, other: Tensor | None, each: Each) -> Tensor:
+    if entry.kind == SAME:
+        assert other is not None
+        return other
+    assert stored is not None
+    if entry.kind == WHOLE:
+        if stored.dtype != entry.dtype:
+            raise CorruptFileError(f"expected dtype {entry.dtype}, got {stored.dtype}")
+        return stored
+    assert other is not None
+    if entry.kind in DIFFERENCES:
+        return apply_residual(cast(Kind, entry.kind), stored, entry.predict(other), each=each)
+    if entry.kind == GROUPED:
+        return ungroup_bytes(stored, other.to(entry.dtype)).view(entry.like.shape)
+    assert entry.step is not None
+    if stored.shape != other.shape:
+        raise CorruptFileError(f"expected shape {tuple(other.shape)}, got {tuple(stored.shape)}")
+    if entry.kind == STEPS:
+        return other.float() + multiply_steps(stored, entry.step)
+    return multiply_steps(stored, other.float().sqrt() * entry.step)
+
+
+_MULTIPLY_SIZE = 1 << 15
+
+
+def _multiply(x: Tensor, factor: float) -> Tensor:
+    """Multiply in slices that are small enough for torch not to start threads of its own."""
+    out = allocate(Spec.of(x))
+    values, target = x.view(-1), out.view(-1)
+    for i in range(0, values.numel(), _MULTIPLY_SIZE):
+        torch.mul(values[i : i + _MULTIPLY_SIZE], factor, out=target[i : i + _MULTIPLY_SIZE])
+    return out
+
+
+MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
+"""Mantissa bits of the dtypes that can be shortened."""
+_WORDS = {4: torch.int32, 2: torch.int16}
+
+
+def derive_seed(*key: object) -> int:
+    """Return a seed that depends on the key only."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little") >> 1
+
+
+def make_noise(count: int, seed: int) -> Tensor:
+    """Return `count` random 32-bit integers. Part of the format: the same on all machines."""
+    x = torch.arange(count, dtype=torch.int32).add_(seed)
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def round_mantissa(x: Tensor, bits: int, seed: int | None) -> Tensor:
+    """Round floats to `bits` bits of mantissa: stochastically, or to nearest without a seed.
+
+    `float32` is returned as `bfloat16` if that is precise enough.
+    """
+    spare = MANTISSA[x.dtype] - bits
+    if spare <= 0:
+        return x
+    words = x.contiguous().view(_WORDS[x.element_size()])
+    if seed is None:
+        # Ties to even, as hardware does: add half a step less one, and the last bit kept.
+        extra = ((words >> spare) & 1) + ((1 << (spare - 1)) - 1)
+    else:
+        extra = make_noise(x.numel(), seed).view(x.shape) >> (32 - spare)
+        extra = (extra & ((1 << spare) - 1)).to(words.dtype)
+    return ((words + extra) >> spare << spare).view(x.dtype).to(shorten_dtype(x.dtype, bits))
+
+
+def shorten_dtype(dtype: torch.dtype, bits: int | None) -> torch.dtype:
+    """Return the dtype that stores `dtype` with `bits` bits of mantissa."""
+    fits = bits is not None and bits <= MANTISSA[torch.bfloat16]
+    return torch.bfloat16 if dtype is torch.float32 and fits else dtype
+
+
+def round_to_steps(x: Tensor, step: Tensor | float, seed: int | None) -> Tensor | None:
+    """Return `x / step` as integers of the smallest dtype, or None if they do not fit int32."""
+    q = x / step
+    if seed is None:
+        q.round_()
+    else:
+        noise = (make_noise(x.numel(), seed).view(x.shape) >> 8).bitwise_and_(0xFFFFFF)
+        q.add_(noise.float().mul_(2**-24)).floor_()
+    largest = float(q.abs().amax())
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if largest <= torch.iinfo(dtype).max // 2:
+            return q.to(dtype)
+    return None
+
+
+def multiply_steps(q: Tensor, step: Tensor | float) -> Tensor:
+    """Undo `round_to_steps`, one operation at a time so that all machines round alike."""
+    if q.dtype.is_floating_point or q.dtype.is_complex:
+        raise CorruptFileError(f"expected an integer dtype, got {q.dtype}")
+    return q.float() * step
+
+
+def _can_shorten(dtype: torch.dtype, bits: object) -> bool:
+    return dtype in MANTISSA and type(bits) is int and 1 <= bits <= MANTISSA[dtype]
+
+
+def _is_seed(seed: object) -> bool:
+    return type(seed) is int and 0 <= seed < 1 << 31
