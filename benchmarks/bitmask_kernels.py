@@ -2,11 +2,11 @@
 
 Claims: decoding is at least 20 times as fast as compressed-tensors 0.14.0.1 and no slower than
 memcpy of the dense bytes; encoding is at least 20 times as fast as compressed-tensors. They are
-judged by CPU time: a peer's long runs catch more of what others do on the machine than our short.
+measured in CPU time: long runs of a peer are disturbed more by other processes than short ones.
 
-"kernel" calls the C++ functions on the whole tensor, reading and writing memory that exists.
+"kernel" calls the C++ functions on the whole tensor, with memory that is already mapped.
 Caches are "warm" after four runs of the same call, "cold" after a sweep through other memory.
-"codec" is what `save` and `load` call: in chunks, and with results in fresh memory, as the peer's.
+"codec" is what `save` and `load` call: chunked, with results in fresh memory like the peer's.
 """
 
 from collections.abc import Iterable
@@ -56,7 +56,7 @@ def main() -> None:
 def run(
     report: Report, title: str, x: Tensor, cases: dict[str, Case], repeats: int, *, claimed: bool
 ) -> None:
-    """Time one tensor, and state what is claimed of it."""
+    """Time one tensor and check its claims."""
     copy = mapped(x.nbytes)
     cases |= {
         DENSE_COPY: lambda: memcpy(copy, as_bytes(x)),
@@ -144,7 +144,7 @@ def two_four(x: Tensor) -> Tensor:
 
 
 def mapped(size: int) -> Tensor:
-    """Return bytes whose pages exist already."""
+    """Return a buffer whose pages are already mapped."""
     return torch.zeros(size, dtype=torch.uint8).fill_(1)
 
 

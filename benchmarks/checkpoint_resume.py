@@ -1,11 +1,11 @@
-"""Does training notice? Restore a checkpoint of each profile and go on, beside the exact one.
+"""Resume training from a checkpoint of each profile and compare the loss with an exact resume.
 
     python benchmarks/checkpoint_resume.py gpt FOLDER        # trains first, if FOLDER has no states
 
-Each profile is restored once, and then once every ten steps of a run: errors with a direction would
-add up. The loss of the exact resume is the measure; the yardsticks are noise in the last bit of the
-weights, and another order of the batches. `gpt` is in the middle of its training, at a high rate,
-`gpt-late` near its end, on small batches.
+Each profile is restored once, and in a second run every ten steps, where biased errors would add
+up. The reference is the loss of the exact resume; for scale, there are runs with noise in the last
+bit of the weights, and with another order of the batches. `gpt` is in the middle of its training,
+with a high learning rate, `gpt-late` near its end, with small batches.
 """
 
 import shutil
@@ -28,20 +28,20 @@ CASES = {
     "gpt-late": ("gpt", 1280, 1300),
     "minilm": ("minilm", 60, 110),
 }
-"""What was trained, at which step it is the base, and at which it is restored."""
+"""Task, step of the base, and step that is restored."""
 
 LIMITS = {"optimizer": 1e-4, "optimizer-bf16": 1e-4, "all": None}
-"""How far the loss of a profile may be from the exact one; none: as far as by another order."""
+"""Largest difference of the loss from the exact resume; None: that of another batch order."""
 
 ORDERS = (10_000, 20_000, 30_000)
-"""From which step on other orders take their batches."""
+"""First step of the batches in another order."""
 
 State = dict[str, Any]
 Change = Callable[[State], State]
 
 
 class Store:
-    """Sends states to disk as differences from a base, and back."""
+    """Saves states as deltas from a base, and loads them."""
 
     def __init__(self, folder: Path, base: State) -> None:
         self._folder = folder
@@ -60,7 +60,7 @@ class Store:
 
 
 def resumed(name: str, state: State, steps: int, change: Change, times: int = 1, shift: int = 0):
-    """Go on from a state for some steps; return the losses, and those held out on the way."""
+    """Train from a state for some steps; return the training losses and the validation losses."""
     task = TASKS[name]()
     optimizer = task.new_optimizer()
     at, losses, held = state["step"], [], {}
@@ -82,7 +82,7 @@ def resumed(name: str, state: State, steps: int, change: Change, times: int = 1,
 
 
 def noisy(state: State) -> State:
-    """Flip the last bit of half of the weights: what no training can be proof against."""
+    """Flip the last bit of half of the weights, as a lower bound of noise."""
     random = torch.Generator().manual_seed(0)
 
     def flipped(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def main() -> None:
     exact, exact_held = resumed(name, state, steps, lambda s: s)
 
     def compare(what: str, change: Change, sizes: Sequence[int] = (), times: int = 1, shift=0):
-        """Go on with a change; note and return how far the loss held out is from the exact one."""
+        """Train with a change; record and return the difference of the validation loss."""
         losses, held = resumed(name, state, steps, change, times, shift)
         row = {
             "what": what,
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row in words."""
+    """Return a row as text."""
     size = f"{row['smaller']:6.2f}x" if row["smaller"] else " " * 7
     out = ", ".join(f"{off:+.5f} after {at}" for at, off in row["held_out"].items())
     training = sum(map(abs, row["curve"])) / len(row["curve"])

@@ -1,10 +1,10 @@
-"""A whole run: 50 saves along a training, two full points and the history of the others.
+"""Save 50 checkpoints during training: two full ones, the others as history.
 
     python benchmarks/checkpoint_run.py FOLDER        # trains a GPT first, if FOLDER has no states
 
-All is done by `checkpointing(...)`, in the background as in any training. The measure is a file of
-torch.save for each save, and for how long the loop stands still: a plain copy of the state. The GPT
-goes on from step 1000, at the rate that it has there, on small batches to save time.
+Everything is saved by `checkpointing(...)` in the background. Sizes are compared with torch.save,
+and the time that a save blocks the loop with a plain copy of the state. The GPT continues from step
+1000 with its learning rate there, on small batches to save time.
 """
 
 import io
@@ -26,7 +26,7 @@ START = 1000
 
 
 class Stalls:
-    """For how long a loop stands still, beside copying its state into memory that was used."""
+    """Times that saves block the loop, and times of copying the state into mapped memory."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -106,7 +106,7 @@ def _sizes(report: Report, run: Path, saves: int, last) -> None:
 
 
 def _same(a, b) -> bool:
-    """Tell whether the model and the optimizer of two states have the same bits."""
+    """Return True if model and optimizer of two states are bitwise equal."""
     parts = [flatten({key: x[key] for key in ("model", "optimizer")})[0] for x in (a, b)]
     return parts[0].keys() == parts[1].keys() and all(
         torch.equal(x.view(torch.uint8), parts[1][name].view(torch.uint8))

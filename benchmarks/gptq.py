@@ -3,8 +3,8 @@
     python benchmarks/gptq.py [--quick]
 
 In an environment of its own: `pip install llmcompressor`, and this project. Both get the same
-weight, Hessian and scales. CPU time of one thread, in turns. Beside the time: how much of the error
-of rounding to nearest is left in the outputs.
+weight, Hessian and scales. CPU time of one thread, interleaved. Also reported: the output error
+relative to rounding to nearest.
 """
 
 from functools import partial
@@ -52,7 +52,7 @@ def main():
 
 
 def layer(size):
-    """Return a weight, and the Hessian of inputs that hang together, some larger than others."""
+    """Return a weight and the Hessian of correlated inputs of different scales."""
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(size, size, generator=random) / size**0.5
     mixed = torch.randn(2 * size, size, generator=random)

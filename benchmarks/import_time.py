@@ -1,8 +1,8 @@
-"""What `import slimtensors` takes, against `import torch`, which it begins with.
+"""Time of `import slimtensors` compared with `import torch`, which it includes.
 
-Each process imports one after the other and tells the CPU time so far; the ratio is the median of
-those of all processes. The first is not counted: it compiles the sources to bytecode. What makes
-more objects than Python's garbage collector waits for pays for a look at all of torch's: 90 ms.
+Each process imports one after the other and prints the CPU time so far; the result is the median
+ratio over all processes, without the first, which compiles bytecode. An import that creates enough
+objects to trigger a full garbage collection also pays for scanning those of torch: 90 ms.
 """
 
 import json
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def imported() -> list[tuple[float, float]]:
-    """Return the wall and the CPU time of a new process after each import."""
+    """Return wall and CPU time of a new process after each import."""
     command = [sys.executable, "-c", CODE.format(modules=MODULES)]
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, capture_output=True, check=True, text=True, env=variables)

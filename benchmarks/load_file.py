@@ -1,12 +1,12 @@
-"""A whole file: 16 bf16 tensors of 4096 x 4096, half zeros, 512 MiB dense, in the page cache.
+"""Load and save one file: 16 bf16 tensors of 4096 x 4096, half zeros, 512 MiB, in the page cache.
 
 Claim: `slimtensors.load` to dense tensors on two threads takes at most 1.5 times as long as
-copying the dense tensors, which lie in memory, into fresh pages on two threads: `torch.empty` +
-`copy_` of each. Stricter copies stand beside it: into fresh huge pages, which `load` uses itself,
-and from a safetensors file. `load` also checks a CRC-32C of every byte, which no peer does.
+copying the dense tensors from memory into fresh pages on two threads: `torch.empty` + `copy_` of
+each. Stricter copies are shown as well: into fresh huge pages, which `load` uses itself, and from a
+safetensors file. `load` also checks a CRC-32C of every byte, which no peer does.
 
-Saving stands beside safetensors' `save_file` of the dense tensors and the peer's
-`save_compressed`. Ours waits for the disk (fsync), theirs do not; so both ways are shown.
+Saving is compared with safetensors' `save_file` of the dense tensors and the peer's
+`save_compressed`. Ours calls fsync, theirs do not; both variants are shown.
 """
 
 import os
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to put the files (default: TMPDIR)")
     args = parser.parse_args()
     report = Report("load_file", quick=args.quick)
-    side = 4096  # smaller ones malloc would give memory that is not fresh
+    side = 4096  # malloc reuses memory for smaller blocks
     count, repeats = (2, 3) if args.quick else (16, 9)
     tensors = {
         f"layers.{i}.weight": sparse((side, side), torch.bfloat16, 0.5, seed=i)

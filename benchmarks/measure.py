@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, memory of a process, the machine, tables, JSON."""
+"""Shared by the benchmarks: interleaved timing, process memory, machine description, results."""
 
 import argparse
 import ctypes
@@ -30,7 +30,7 @@ _libc.memcpy.restype = ctypes.c_void_p
 
 
 def options(about: str) -> argparse.ArgumentParser:
-    """Return a parser with what every benchmark takes."""
+    """Return a parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: does it run?")
     return parser
@@ -45,17 +45,17 @@ class Timing:
 
     @property
     def best(self) -> float:
-        """The shortest wall time: what the machine can do when nothing disturbs it."""
+        """Minimum wall time."""
         return min(self.wall)
 
     @property
     def busy(self) -> float:
-        """The shortest CPU time: on one thread, what others on the machine disturb least."""
+        """Minimum CPU time: with one thread, the figure least disturbed by other processes."""
         return min(self.cpu)
 
     @property
     def median(self) -> float:
-        """The median wall time."""
+        """Median wall time."""
         return statistics.median(self.wall)
 
     def to_json(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ def interleaved(
     warm: int = 1,
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Run A, B, …, A, B, … and time each; `slow` cases run only so many times.
+    """Run A, B, …, A, B, … and time each; `slow` limits the runs of slow cases.
 
     `before` is called before every run, and its time does not count.
 
@@ -123,7 +123,7 @@ def _sweep_caches() -> None:
 
 
 def with_threads(count: int, case: Case) -> Case:
-    """Return `case` run with so many of torch's threads."""
+    """Return `case` run with a number of torch threads."""
 
     def run() -> object:
         torch.set_num_threads(count)
@@ -133,13 +133,13 @@ def with_threads(count: int, case: Case) -> Case:
 
 
 def memcpy(target: Tensor, source: Tensor) -> None:
-    """Copy by the C library's memcpy, on this thread."""
+    """Copy with memcpy on this thread."""
     assert target.nbytes == source.nbytes
     _libc.memcpy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def sparse(shape: Sequence[int], dtype: torch.dtype, density: float, *, seed: int = 0) -> Tensor:
-    """Make a tensor of random values of which about `density` are not zero."""
+    """Return a tensor of random values of which about `density` are nonzero."""
     random = torch.Generator().manual_seed(seed)
     keep = torch.rand(*shape, generator=random) < density
     if dtype.is_floating_point:
@@ -150,14 +150,14 @@ def sparse(shape: Sequence[int], dtype: torch.dtype, density: float, *, seed: in
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are the same, bit by bit."""
+    """Return True if two tensors are bitwise equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def memory() -> dict[str, int]:
-    """Return the bytes of this process: anonymous, of mapped files, all, and the most ever."""
+    """Return memory of this process in bytes: anonymous, mapped files, total and peak."""
     names = {"RssAnon": "anonymous", "RssFile": "file", "VmRSS": "rss", "VmHWM": "peak"}
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -169,7 +169,7 @@ def memory() -> dict[str, int]:
 
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    """Give a table that is filled at the end: by how much memory rose above what it was.
+    """Yield a dict that is filled at the end with the increase of memory.
 
     `peak` is exact (the kernel counts it), `anonymous` and `file` are sampled every 2 ms.
     """
@@ -183,7 +183,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
                 most[kind] = max(most[kind], now[kind])
 
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = memory()
     most = {kind: before[kind] for kind in ("anonymous", "file")}
     watcher = threading.Thread(target=watch)
@@ -200,7 +200,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
 class Report:
     """One benchmark's rows, claims and surroundings; `finish` prints and stores them.
 
-    One that is not `timed` measures sizes or quality, and nobody can disturb it.
+    If not `timed`, it measures sizes or quality, which other processes cannot disturb.
     """
 
     def __init__(self, name: str, *, quick: bool, timed: bool = True) -> None:
@@ -229,11 +229,11 @@ class Report:
             self.rows.append({"group": title, "case": case, **seconds})
 
     def at_least(self, what: str, value: float, target: float, unit: str = "x") -> None:
-        """State a claim that `value` reaches `target`."""
+        """Add the claim that `value` is at least `target`."""
         self._claim(what, value, ">=", target, unit, met=value >= target)
 
     def at_most(self, what: str, value: float, target: float, unit: str = "x") -> None:
-        """State a claim that `value` does not pass `target`."""
+        """Add the claim that `value` is at most `target`."""
         self._claim(what, value, "<=", target, unit, met=value <= target)
 
     def _claim(
@@ -252,7 +252,7 @@ class Report:
         )
 
     def finish(self) -> None:
-        """Say whether others kept the machine busy meanwhile, and write the JSON file."""
+        """Print whether other processes kept the machine busy, and write the JSON file."""
         took = time.perf_counter() - self._since
         others = max((_busy() - self._busy) - (_own() - self._own), 0) / took
         disturbed = self._timed and others > 0.1
@@ -274,7 +274,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and the versions of what is measured."""
+    """Return a description of the machine and of the package versions."""
     packages = (
         "slimtensors",
         "torch",
@@ -307,7 +307,7 @@ def machine() -> dict[str, Any]:
         "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages if _is_installed(name)},
-        # Of what run.sh installed: the working tree may have changed since.
+        # The version that run.sh installed; the working tree may have changed since.
         "commit": os.environ.get("BENCH_COMMIT", "unknown, not started by run.sh"),
     }
 
@@ -317,7 +317,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _busy() -> float:
-    """Return the seconds that all cores together have worked, for whomever."""
+    """Return the busy seconds of all cores, for all processes."""
     user, nice, system, _, _, irq, soft, steal, *_ = map(
         int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     )
@@ -325,6 +325,6 @@ def _busy() -> float:
 
 
 def _own() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

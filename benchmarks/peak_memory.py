@@ -92,7 +92,7 @@ def in_own_process(who: str, how: str, path: Path, *, quick: bool) -> dict[str, 
 
 
 def alone(who: str, how: str, path: Path, *, quick: bool) -> dict[str, float]:
-    """Save or load in this process, and return by how much memory rose, and the seconds."""
+    """Save or load in this process, and return the increase of memory and the seconds."""
     torch.set_num_threads(2)
     tensors = state_dict(quick=quick) if how == "save" else {}
     with peak_memory() as risen:
@@ -109,14 +109,14 @@ def alone(who: str, how: str, path: Path, *, quick: bool) -> dict[str, float]:
 
 
 def read(tensors: Tensors) -> Tensors:
-    """Touch every page, as whoever uses the tensors will."""
+    """Touch every page, as using the tensors would."""
     for x in tensors.values():
         x.view(torch.int64).sum()
     return tensors
 
 
 def state_dict(*, quick: bool) -> Tensors:
-    """Make 40 layers of two weights, and an embedding: equal numbers, but memory of their own."""
+    """Return 40 layers of two weights, and an embedding: equal values in separate memory."""
     scale = 8 if quick else 1
     template = sparse((8192 // scale, 4096), torch.bfloat16, 0.5)
     half = template[: len(template) // 2]

@@ -1,8 +1,8 @@
 """`F.linear` by compressed weights against dense ones, by dtype and number of inputs; one thread.
 
 Claim: with bf16, fp16 and fp32 inputs alike, codes are multiplied at least as fast as dense weights
-of the same dtype, by CPU time. Beside it FBGEMM's int8 with dynamic inputs, which takes one scale
-for all inputs, not one for each, and a packed copy of the weight: not the same numbers.
+of the same dtype, by CPU time. For comparison, FBGEMM's int8 with dynamic inputs, which uses one
+scale for all inputs instead of one per row, and a packed copy of the weight: results differ.
 
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` is for virtual machines that announce AMX and cannot run it.
 """
@@ -62,7 +62,7 @@ def of_fbgemm(x: Tensor, weight: Tensor) -> Case:
     torch.backends.quantized.engine = "fbgemm"
     scales, zeros = weight.abs().amax(1) / 127, torch.zeros(len(weight), dtype=torch.long)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that quantized tensors will go
+        warnings.simplefilter("ignore")  # torch warns that quantized tensors are deprecated
         codes = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(codes, None)
     return lambda: torch.ops.quantized.linear_dynamic(x.float(), packed, False).to(x.dtype)

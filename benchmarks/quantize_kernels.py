@@ -1,12 +1,12 @@
 """Quantized formats of one 4096 x 4096 bf16 weight on one thread, against compressed-tensors 0.20.
 
-Claims, by CPU time: W4A16 in groups of 128 is decompressed at least 15 times as fast, into memory
-that is there, and compressed at least 10 times (by rounding to nearest, with scales that are given
-and with finding them); packing of 4-bit integers, likewise, at least 50 times; NVFP4 at least 10
-times both ways; and none needs more memory than its result and a tenth of the dense tensor.
+Claims, by CPU time: W4A16 in groups of 128 is decompressed at least 15 times as fast, into mapped
+memory, and compressed at least 10 times as fast (rounding to nearest, with and without computing
+the scales); packing of 4-bit integers at least 50 times; NVFP4 at least 10 times both ways;
+and none needs more memory than its result and a tenth of the dense tensor.
 
-Results are the same bits, in fresh memory unless said. The peer's may be fresh or not, as the C
-library's allocator likes: it takes half as long when it gets back what it has just given free.
+Results are bitwise equal, in fresh memory unless noted. The peer's memory may be fresh or reused,
+as the C library's allocator decides; with reused memory the peer takes half as long.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], float | None, float | None]] = {
         None,
     ),
 }
-"""The format, the arguments, and what is claimed of compressing and decompressing."""
+"""Format, arguments, and claimed speedups of compressing and decompressing."""
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def scheme(
 
 
 def their_state(x: Tensor, args: TheirArgs) -> dict[str, Tensor]:
-    """Return what their compressor wants, with scales found as their observers find them."""
+    """Return the input of their compressor, with scales computed by their observers."""
     groups = x.unflatten(1, (-1, args.group_size)) if args.group_size else x.unsqueeze(1)
     low, high = torch.aminmax(groups, dim=-1)
     whole = {}

@@ -3,8 +3,8 @@
     python benchmarks/recipes.py [--folder FOLDER] [--quick]
 
 In an environment of its own: `pip install llmcompressor`, and this project. Both get the same
-byte-level Llama (that of quality.py) and the same batches. One thread; a process for each run, by
-turns, and the least time and memory of three.
+byte-level Llama (that of quality.py) and the same batches. One thread; one process per run,
+interleaved; minimum time and memory of three runs.
 """
 
 import json
@@ -113,7 +113,7 @@ def peer(case, batches):
 
 
 def tokenizer():
-    """Return one that it asks for and does not use, for there are tokens."""
+    """Return a tokenizer, which llm-compressor requires but does not use for token ids."""
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="?")
 

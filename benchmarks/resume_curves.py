@@ -1,4 +1,4 @@
-"""Draw what `checkpoint_resume.py` has found: how far each run goes from the exact one.
+"""Draw the results of `checkpoint_resume.py`: differences of each run from the exact one.
 
 python benchmarks/resume_curves.py gpt-late docs/checkpoint-resume.svg
 """
@@ -12,7 +12,7 @@ from measure import RESULTS
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 60, 230, 14, 34
 LOWEST, HIGHEST = -7, 0
-"""Powers of ten between which differences are shown."""
+"""Range of the axis, as powers of ten."""
 SMOOTH = 10
 COLOURS = (
     *("#000000", "#666666", "#999999", "#bbbbbb", "#e6ab02"),
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def picture(rows) -> str:
-    """Return an SVG picture with a line for each row."""
+    """Return an SVG image with a line for each row."""
     steps = len(rows[0]["curve"])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -55,7 +55,7 @@ def picture(rows) -> str:
 
 
 def _smooth(curve):
-    """Return the mean size of the last few differences, at each step."""
+    """Return the moving average of the absolute differences."""
     sizes = [abs(x) for x in curve]
     windows = (sizes[max(0, i - SMOOTH) : i] for i in range(1, len(sizes) + 1))
     return [sum(window) / len(window) for window in windows]

@@ -2,9 +2,9 @@
 
 Claims, by time per token at batch 1, all cases in turns in one process: int8 >= 1.8x the speed of
 dense at <= 0.65x its memory, int4 (groups of 128) >= 1.6x at <= 0.45x; entropy-coded bf16 <= 0.70x
-memory at <= 1.5x the time at batch 32. On one thread it is CPU time, but for entropy-coded weights:
-those are decoded ahead on another thread, and the table has the CPU time of both. Memory is that of
-a fresh process after its first forward, file pages included, above what the same process needs
+memory at <= 1.5x the time at batch 32. On one thread it is CPU time, except for entropy-coded
+weights, which are decoded ahead on another thread; the table has the CPU time of both. Memory is
+that of a fresh process after its first forward, file pages included, minus that of a process
 without weights. Saving adds <= 16 MB; loading 579 tensors takes <= 0.1x the time of torchao's way
 through transformers.
 
@@ -103,7 +103,7 @@ def is_linear(key: str) -> bool:
 
 
 def loaded(size: str, file: Path, name: str) -> nn.Module:
-    """Return a model on its weights in the file's pages, or coded again if they are not."""
+    """Return a model whose weights are mapped from the file, or encoded again if not mapped."""
     model = empty_model(size, "meta")
     model.load_state_dict(slimtensors.load(file, run_compressed=True), assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
@@ -166,7 +166,7 @@ def compare_memory(report: Report, size: str, files: dict[str, Path]) -> None:
 
 
 def memory_of(size: str, file: str, name: str) -> dict[str, int]:
-    """Return what weights add to a process that has run a forward."""
+    """Return the memory that weights add to a process after one forward."""
     token(LlamaForCausalLM(LlamaConfig(**SIZES["small"] | {"num_hidden_layers": 1})), 1)()
     before = memory()["rss"]
     model = empty_model(size, "cpu") if name == "dense" else loaded(size, Path(file), name)
@@ -210,7 +210,7 @@ def compare_loading(report: Report, folder: Path, layers: int) -> None:
 
 
 def time_of_loading(auto: Any, folder: Path, **options: object) -> float:
-    """Return CPU seconds; others may use the machine."""
+    """Return the CPU seconds of loading."""
     start = time.process_time()
     auto.from_pretrained(folder, dtype=torch.bfloat16, **options)
     return time.process_time() - start

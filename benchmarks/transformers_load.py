@@ -1,4 +1,4 @@
-"""Loading and saving through transformers: a 1 GB bf16 Llama, one process for each case.
+"""Load and save a 1 GB bf16 Llama through transformers, one process for each case.
 
 Claims: a `lossless` folder loads in at most 1.10x the memory of the model, in at most the time of a
 cold dense load, and in at most twice that of a warm one into memory of its own; 1,155 small tensors
@@ -8,9 +8,9 @@ compressed shard more, and twice the time.
 transformers maps dense files and copies nothing. "mapped" is that, "warm" copies every weight,
 which touches as many fresh pages as decoding does; both read every weight once, and so does "cold",
 after the kernel was asked to drop the file from its cache (a host that caches the disk of a
-virtual machine still has it). The system's share of the CPU time is what fresh pages cost: in a
-virtual machine that gives free memory back to its host, that can be most of it. Weights are random
-and normal, whose exponents compress like those of trained ones.
+virtual machine still has it). System CPU time is the cost of fresh pages: in a virtual machine that
+returns free memory to its host, that can be most of it. Weights are normally distributed, whose
+exponents compress like those of trained ones.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def in_own_process(what: str, folder: Path) -> dict[str, float]:
 
 
 def load(folder: Path, *, cold: bool = False, copied: bool = False) -> dict[str, float]:
-    """Load a model and read all of it, as whoever uses it will."""
+    """Load a model and read all weights."""
     quiet()
     for path in folder.glob("*.safetensors"):
         if cold:
@@ -146,7 +146,7 @@ def load(folder: Path, *, cold: bool = False, copied: bool = False) -> dict[str,
 
 
 def save(folder: Path) -> dict[str, float]:
-    """Save a model that is in memory, dense or as it was."""
+    """Save a model from memory, dense or in its own format."""
     quiet()
     model = slim.SparseAutoModelForCausalLM.from_pretrained(folder)
     for weight in model.parameters():
@@ -169,7 +169,7 @@ CASES = {
 
 
 def sync(folder: Path) -> None:
-    """Wait until the files are on the disk, as our writer does itself."""
+    """Call fsync on the files, as our writer does."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Our presets beside other compressors. Which of those are installed does not matter here."""
+"""`slimtensors bench`; passes whether or not other compressors are installed."""
 
 import importlib.util
 import json
@@ -37,29 +37,29 @@ def source(tmp_path):
     return str(tmp_path / "x")
 
 
-def asked(capsys, *arguments):
+def bench_json(capsys, *arguments):
     code = main(["bench", *arguments, "--repeats", "1", "--json"])
     data = json.loads(capsys.readouterr().out)
     jsonschema.validate(data, json.loads(SCHEMA.read_text()), jsonschema.Draft202012Validator)
     return code, data
 
 
-def test_all_presets_and_all_installed_peers_give_the_same_bits(source, capsys):
-    code, data = asked(capsys, source)
+def test_all_presets_and_installed_peers_return_the_same_bits(source, capsys):
+    code, data = bench_json(capsys, source)
     assert code == 0
     found = {coder["name"]: coder for coder in data["coders"]}
-    here = {name for name, peer in PEERS.items() if importlib.util.find_spec(peer.module)}
+    installed = {name for name, peer in PEERS.items() if importlib.util.find_spec(peer.module)}
     ours = {"extreme (lossy)" if name == "extreme" else name for name in PRESETS}
-    assert found.keys() == ours | here
-    assert data["missing"].keys() == PEERS.keys() - here
+    assert found.keys() == ours | installed
+    assert data["missing"].keys() == PEERS.keys() - installed
     assert all(c["back"] == "same bits" for c in found.values() if c["name"] != "extreme (lossy)")
     assert found["extreme (lossy)"]["back"] == "lossy"
     assert found["extreme (lossy)"]["bytes"] < found["lossless"]["bytes"] < data["bytes"]
     assert found["dense"]["bytes"] == data["bytes"] == data["of_bytes"]
-    assert data["tensors"] == 5  # the tied one counts once, the empty one not at all
+    assert data["tensors"] == 5  # tied tensors count once, empty ones are skipped
 
 
-def test_the_table_says_what_was_used_and_what_is_missing(source, capsys, monkeypatch):
+def test_the_table_shows_the_sample_and_missing_packages(source, capsys, monkeypatch):
     absent = Peer("absent-pip-name", "module_that_is_not_there", lambda threads: None)
     monkeypatch.setattr(bench, "PEERS", {"absent": absent})
     assert main(["bench", source, "--limit", "20kB", "--repeats", "1", "-T", "2"]) == 0
@@ -72,33 +72,33 @@ def test_the_table_says_what_was_used_and_what_is_missing(source, capsys, monkey
 
 
 @pytest.mark.parametrize("limit", ["1", "3kB", "40kB", "1GB"])
-def test_no_more_than_the_limit_is_used(source, capsys, monkeypatch, limit):
+def test_the_limit_is_respected(source, capsys, monkeypatch, limit):
     monkeypatch.setattr(bench, "PEERS", {})
-    _, data = asked(capsys, source, "--limit", limit)
-    rows = 512  # of the widest tensor: one row is the least there is
+    _, data = bench_json(capsys, source, "--limit", limit)
+    rows = 512  # the widest row: a sample is at least one row
     assert data["bytes"] <= slimtensors.storage.parse_size(limit) + rows
 
 
-def broken(threads):
+def lossy_coder(threads):
     return Coder(lambda x: b"1", lambda blob, spec: bytes(spec.nbytes + 1))
 
 
-def failing(threads):
+def failing_coder(threads):
     raise_ = {}.__getitem__
-    return Coder(lambda x: raise_("no such luck"), lambda blob, spec: b"")
+    return Coder(lambda x: raise_("expected failure"), lambda blob, spec: b"")
 
 
-def test_a_peer_that_loses_bits_or_fails_is_told_of(source, capsys, monkeypatch):
-    table = {"loses": Peer("a", "json", broken), "fails": Peer("b", "json", failing)}
+def test_a_peer_that_loses_bits_or_fails_is_reported(source, capsys, monkeypatch):
+    table = {"loses": Peer("a", "json", lossy_coder), "fails": Peer("b", "json", failing_coder)}
     monkeypatch.setattr(bench, "PEERS", table)
-    code, data = asked(capsys, source)
+    code, data = bench_json(capsys, source)
     assert code == 1
     found = {coder["name"]: coder["back"] for coder in data["coders"]}
     assert found["loses"].startswith("DIFFERENT")
-    assert "no such luck" in found["fails"]
+    assert "expected failure" in found["fails"]
 
 
-def test_no_threads_are_too_few(source, capsys):
+def test_zero_threads_are_refused(source, capsys):
     assert main(["bench", source, "--threads", "0"]) == 2
     assert "threads must be at least 1, got 0" in capsys.readouterr().err
 
@@ -113,7 +113,7 @@ def test_a_delta_or_an_empty_file_is_refused(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_gives_every_dtype_back_and_leaves_its_input_alone(name):
+def test_a_peer_round_trips_every_dtype_and_keeps_its_input(name):
     pytest.importorskip(PEERS[name].module)
     coder = PEERS[name].coder(1)
     for dtype in DTYPES.values():

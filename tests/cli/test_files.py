@@ -23,13 +23,13 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
-def test_a_file_is_compressed_and_comes_back(source, tmp_path, capsys, dialect):
+def test_a_file_round_trips(source, tmp_path, capsys, dialect):
     small, back = tmp_path / "small", tmp_path / "back"
     before = source.read_bytes()
     assert run("compress", source, "-o", small, "--dialect", dialect) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("7 tensors, 4 compressed: 32.6 kB -> ")
-    assert said.err == ""
+    captured = capsys.readouterr()
+    assert captured.out.startswith("7 tensors, 4 compressed: 32.6 kB -> ")
+    assert captured.err == ""
     assert small.stat().st_size < source.stat().st_size / 2
     assert run("verify", small, "--against", source) == 0
     assert f"7 tensors intact, bitwise equal to {source}\n" in capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_a_file_is_compressed_and_comes_back(source, tmp_path, capsys, dialect):
     assert source.read_bytes() == before
 
 
-def test_tied_tensors_are_still_tied_in_a_decompressed_file(tmp_path):
+def test_tied_tensors_stay_tied_in_a_decompressed_file(tmp_path):
     x = pruned(64, 64)
     slimtensors.save({"a": x, "b": x}, tmp_path / "x")
     assert run("decompress", tmp_path / "x", "-o", tmp_path / "y") == 0
@@ -52,45 +52,45 @@ def test_tied_tensors_are_still_tied_in_a_decompressed_file(tmp_path):
 @pytest.mark.parametrize("verb", ["compress", "decompress"])
 def test_an_existing_target_is_refused_without_force(source, tmp_path, capsys, verb):
     target = tmp_path / "there"
-    target.write_text("mine")
+    target.write_text("old")
     assert run(verb, source, "-o", target) == 2
     assert (
         capsys.readouterr().err == f"slimtensors: {target} already exists; use -f to replace it\n"
     )
-    assert target.read_text() == "mine"
+    assert target.read_text() == "old"
     assert run(verb, source, "-o", target, "-f") == 0
     assert slimtensors.verify(target, against=source)
 
 
-def test_a_source_is_not_its_own_target_without_force(source):
+def test_a_source_is_replaced_only_with_force(source):
     assert run("compress", source, "-o", source) == 2
     assert {t.codec for t in slimtensors.inspect(source).tensors} == {"plain"}
-    want = load_file(source)
+    expected = load_file(source)
     assert run("compress", source, "-o", source, "--force", "-q") == 0
     back = slimtensors.load(source)
-    assert all(same_bits(back[name], x) for name, x in want.items())
+    assert all(same_bits(back[name], x) for name, x in expected.items())
 
 
-def test_a_dry_run_tells_the_sizes_and_writes_nothing(source, tmp_path, capsys):
+def test_a_dry_run_prints_the_sizes_and_writes_nothing(source, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     assert run("compress", source, "-o", tmp_path / "small", "--dry-run") == 0
-    would = capsys.readouterr().out
+    estimate = capsys.readouterr().out
     assert sorted(tmp_path.iterdir()) == before
     assert run("compress", source, "-o", tmp_path / "small") == 0
-    assert capsys.readouterr().out == would
+    assert capsys.readouterr().out == estimate
 
 
-def test_a_dry_run_does_not_mind_an_existing_target(source, tmp_path):
-    (tmp_path / "there").write_text("mine")
+def test_a_dry_run_ignores_an_existing_target(source, tmp_path):
+    (tmp_path / "there").write_text("old")
     assert run("compress", source, "-o", tmp_path / "there", "--dry-run", "-q") == 0
-    assert (tmp_path / "there").read_text() == "mine"
+    assert (tmp_path / "there").read_text() == "old"
 
 
 def codecs(path):
     return {t.name: t.codec for t in slimtensors.inspect(path).tensors}
 
 
-def test_only_and_skip_choose_what_is_compressed(source, tmp_path):
+def test_only_and_skip_select_tensors_to_compress(source, tmp_path):
     target = tmp_path / "small"
     run("compress", source, "-o", target, "--only", "*.0.*", "--only", "*.2.*", "-q")
     chosen = {name for name, codec in codecs(target).items() if codec != "plain"}
@@ -104,7 +104,7 @@ def test_only_and_skip_choose_what_is_compressed(source, tmp_path):
     assert slimtensors.verify(target, against=source)
 
 
-def test_only_and_skip_choose_what_is_written_back_and_shown(source, tmp_path, capsys):
+def test_only_and_skip_select_tensors_to_decompress_and_show(source, tmp_path, capsys):
     run("decompress", source, "-o", tmp_path / "some", "--only", "*mlp*", "--skip", "*.1.*", "-q")
     names = ["model.layers.0.mlp.weight", "model.layers.2.mlp.weight"]
     assert sorted(load_file(tmp_path / "some")) == names
@@ -114,7 +114,7 @@ def test_only_and_skip_choose_what_is_written_back_and_shown(source, tmp_path, c
     assert [line.split()[0] for line in lines] == ["tensor", *names, "total"]
 
 
-def test_presets_are_chosen_by_name(source, tmp_path):
+def test_presets_are_selected_by_name(source, tmp_path):
     run("compress", source, "-o", tmp_path / "a", "--preset", "dense", "-q")
     assert set(codecs(tmp_path / "a").values()) == {"plain"}
     run("compress", source, "-o", tmp_path / "b", "--preset", "bitmask24", "-q")
@@ -122,7 +122,7 @@ def test_presets_are_chosen_by_name(source, tmp_path):
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])
-def test_threads_change_nothing(source, tmp_path, threads):
+def test_the_number_of_threads_does_not_change_the_result(source, tmp_path, threads):
     run("compress", source, "-o", tmp_path / "a", "-q")
     run("compress", source, "-o", tmp_path / "b", "-q", "-T", threads)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -131,14 +131,14 @@ def test_threads_change_nothing(source, tmp_path, threads):
     assert slimtensors.verify(tmp_path / "c", against=source)
 
 
-def test_a_file_can_become_shards(source, tmp_path, capsys):
+def test_a_file_is_split_into_shards(source, tmp_path, capsys):
     target = tmp_path / "shards"
     assert run("compress", source, "-o", target, "--max-shard-size", "5kB") == 0
     assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
     assert slimtensors.verify(target, against=source)
 
 
-def test_a_file_that_is_plain_and_stays_plain_says_so(tmp_path, capsys):
+def test_incompressible_tensors_stay_plain(tmp_path, capsys):
     save_file({"x": torch.ones(9)}, tmp_path / "x")
     assert run("compress", tmp_path / "x", "-o", tmp_path / "y") == 0
     assert capsys.readouterr().out == "1 tensor, 0 compressed: 36 B -> 36 B (1.00x smaller)\n"

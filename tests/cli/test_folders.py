@@ -29,8 +29,8 @@ def files(folder):
     }
 
 
-def others(folder):
-    """What is neither weights nor their index nor config.json."""
+def other_files(folder):
+    """Return all files but weights, index and config.json."""
     return {
         name: data
         for name, data in files(folder).items()
@@ -54,14 +54,14 @@ def round_trip(source, tmp_path, dialect="slim", *options):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_model_folder_is_compressed_and_comes_back(tmp_path, dialect, shards):
+def test_a_model_folder_round_trips(tmp_path, dialect, shards):
     source = write_folder(tmp_path / "model", shards=shards)
     small, back = round_trip(source, tmp_path, dialect)
     assert slimtensors.verify(small, against=source)
     assert slimtensors.verify(back, against=source)
     assert config(back) == CONFIG
-    assert others(small) == others(back) == others(source)
-    assert len(others(source)) == 3
+    assert other_files(small) == other_files(back) == other_files(source)
+    assert len(other_files(source)) == 3
     assert files(small).keys() == files(back).keys() == files(source).keys()
     if shards > 1:
         index = "model.safetensors.index.json"
@@ -76,7 +76,7 @@ def test_a_model_folder_is_compressed_and_comes_back(tmp_path, dialect, shards):
     assert sum(p.stat().st_size for p in small.glob("*.safetensors")) < before / 2
 
 
-def test_a_slim_folder_says_so_in_its_config(tmp_path):
+def test_a_slim_folder_is_described_in_its_config(tmp_path):
     small, _ = round_trip(write_folder(tmp_path / "model"), tmp_path, "slim")
     found = config(small)
     section = found["quantization_config"]
@@ -90,14 +90,14 @@ def test_a_slim_folder_says_so_in_its_config(tmp_path):
     assert {key: found[key] for key in CONFIG} == CONFIG
 
 
-def test_a_compressed_tensors_folder_says_what_its_loaders_expect(tmp_path):
+def test_a_compressed_tensors_config_has_what_its_loaders_expect(tmp_path):
     small, _ = round_trip(write_folder(tmp_path / "model"), tmp_path, "compressed-tensors")
     found = config(small)
     assert found["quantization_config"]["quant_method"] == "compressed-tensors"
     assert found["quantization_config"]["sparsity_config"] == found["sparsity_config"]
 
 
-def test_a_folder_of_two_of_four_says_so_in_its_config(tmp_path):
+def test_a_2_of_4_sparse_folder_is_described_in_its_config(tmp_path):
     x = torch.randn(64, 64)
     x.view(-1, 4)[:, :2] = 0
     source = write_folder(tmp_path / "model", table={"a.weight": x, "b.weight": x.clone()})
@@ -124,20 +124,20 @@ SECTIONS = [
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("sections", SECTIONS)
-def test_sections_that_were_there_before_come_back(tmp_path, dialect, sections):
+def test_earlier_config_sections_are_restored(tmp_path, dialect, sections):
     source = write_folder(tmp_path / "model", config=CONFIG | sections)
     _, back = round_trip(source, tmp_path, dialect)
     assert config(back) == CONFIG | sections
 
 
 @pytest.mark.parametrize("sections", SECTIONS)
-def test_a_config_is_left_alone_where_nothing_was_compressed(tmp_path, sections):
+def test_the_config_is_unchanged_if_nothing_was_compressed(tmp_path, sections):
     source = write_folder(tmp_path / "model", config=CONFIG | sections, table={"x": torch.ones(5)})
     small, back = round_trip(source, tmp_path)
     assert config(small) == config(back) == CONFIG | sections
 
 
-def test_compressing_twice_and_decompressing_once_gives_the_first_config(tmp_path):
+def test_compressing_twice_and_decompressing_once_restores_the_config(tmp_path):
     source = write_folder(tmp_path / "model")
     run("compress", source, "-o", tmp_path / "once", "-q")
     run("compress", tmp_path / "once", "-o", tmp_path / "twice", "--dialect", DIALECTS[1], "-q")
@@ -161,24 +161,22 @@ def test_compressing_twice_and_decompressing_once_gives_the_first_config(tmp_pat
         },
     ],
 )
-def test_decompressing_a_folder_of_compressed_tensors_removes_what_is_no_longer_true(
-    tmp_path, before
-):
+def test_decompressing_a_compressed_tensors_folder_removes_stale_sections(tmp_path, before):
     source = write_folder(tmp_path / "model", config=CONFIG | before)
     slimtensors.save_compressed(weights(), source / "model.safetensors")
     assert run("decompress", source, "-o", tmp_path / "back", "-q") == 0
     assert config(tmp_path / "back") == CONFIG
 
 
-def test_a_folder_without_config_is_fine(tmp_path):
+def test_a_folder_without_config_round_trips(tmp_path):
     source = write_folder(tmp_path / "model", config=None)
     small, back = round_trip(source, tmp_path)
     assert not (small / "config.json").exists()
-    assert others(back) == others(source)
+    assert other_files(back) == other_files(source)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "null", '"text"'])
-def test_a_config_that_is_not_a_table_is_an_error_and_leaves_nothing(tmp_path, capsys, text):
+def test_a_config_that_is_not_an_object_is_refused_without_leftovers(tmp_path, capsys, text):
     source = write_folder(tmp_path / "model")
     (source / "config.json").write_text(text)
     assert run("compress", source, "-o", tmp_path / "small", "-q") == 2
@@ -187,18 +185,18 @@ def test_a_config_that_is_not_a_table_is_an_error_and_leaves_nothing(tmp_path, c
 
 
 @pytest.mark.parametrize("wrong", [3, "text", [1], None, [["a", 1]]])
-def test_a_config_that_says_nonsense_about_the_one_before_is_an_error(tmp_path, capsys, wrong):
+def test_a_malformed_earlier_section_is_refused(tmp_path, capsys, wrong):
     source = write_folder(tmp_path / "model")
     run("compress", source, "-o", tmp_path / "small", "-q")
-    said = config(tmp_path / "small")
-    said["quantization_config"]["before"] = wrong
-    (tmp_path / "small" / "config.json").write_text(json.dumps(said))
+    written = config(tmp_path / "small")
+    written["quantization_config"]["before"] = wrong
+    (tmp_path / "small" / "config.json").write_text(json.dumps(written))
     assert run("decompress", tmp_path / "small", "-o", tmp_path / "back", "-q") in (2, 3)
     assert "config.json" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
 
 
-def test_a_model_in_a_subfolder_is_copied_whole(tmp_path):
+def test_a_model_in_a_subfolder_is_copied_unchanged(tmp_path):
     source = write_folder(tmp_path / "model")
     (source / "unet").mkdir()
     write_shards(source / "unet", weights(), 2, stem="diffusion_pytorch_model")
@@ -220,18 +218,18 @@ def test_an_index_of_one_file_stays_loadable(tmp_path):
         assert "model.safetensors" in names or "model.safetensors.index.json" in names
 
 
-def test_an_index_can_be_the_source(tmp_path):
+def test_the_source_may_be_an_index(tmp_path):
     source = write_folder(tmp_path / "model", shards=3)
     index = source / "model.safetensors.index.json"
     assert run("compress", index, "-o", tmp_path / "small", "-q") == 0
     assert slimtensors.verify(tmp_path / "small", against=source)
-    assert others(tmp_path / "small") == others(source)
+    assert other_files(tmp_path / "small") == other_files(source)
     assert config(tmp_path / "small")["quantization_config"]["codecs"] == {
         "bitmask(values=huffman)": 4
     }
 
 
-def test_the_index_of_a_variant_gives_the_variant(tmp_path):
+def test_the_index_of_a_variant_selects_the_variant(tmp_path):
     source = write_folder(tmp_path / "model")
     variant = {name: x.half() for name, x in weights().items()}
     write_shards(source, variant, 2, stem="model.fp16")
@@ -242,7 +240,7 @@ def test_the_index_of_a_variant_gives_the_variant(tmp_path):
     assert {t.dtype for t in slimtensors.inspect(written).tensors} == {"float16"}
 
 
-def test_shards_in_a_subfolder_are_not_copied_beside_the_compressed_ones(tmp_path):
+def test_shards_in_a_subfolder_are_not_copied_as_well(tmp_path):
     source = write_folder(tmp_path / "model", shards=2)
     index = source / "model.safetensors.index.json"
     table = json.loads(index.read_text())
@@ -278,7 +276,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
             == f"slimtensors: {target} already exists; use -f to replace it\n"
         )
         assert [path.name for path in target.iterdir()] == ["mine.txt"]
-    assert run("compress", source, "-o", target, "-f", "-q") == 2  # it is no model
+    assert run("compress", source, "-o", target, "-f", "-q") == 2  # not a model folder
     assert "contains files but no model" in capsys.readouterr().err
     slimtensors.save({"old": torch.ones(3)}, target)
     assert run("compress", source, "-o", target, "-f", "-q") == 0
@@ -287,14 +285,14 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"model", "small"}
 
 
-def test_a_folder_that_holds_the_source_is_not_replaced(tmp_path, capsys):
+def test_a_folder_that_contains_the_source_is_not_replaced(tmp_path, capsys):
     source = write_folder(tmp_path / "models" / "one")
     assert run("compress", source, "-o", tmp_path / "models", "-f") == 2
     assert "contains the source" in capsys.readouterr().err
     assert slimtensors.load(source)
 
 
-def test_a_link_to_a_folder_stays_a_link(tmp_path):
+def test_a_symlink_to_a_folder_stays_a_symlink(tmp_path):
     source, real = write_folder(tmp_path / "model"), write_folder(tmp_path / "real")
     (tmp_path / "link").symlink_to(real)
     assert run("compress", source, "-o", tmp_path / "link", "-f", "-q") == 0
@@ -309,7 +307,7 @@ def test_the_old_folder_survives_an_interrupt_between_two_renames(tmp_path, monk
     want = files(target)
     rename, count = Path.rename, 0
 
-    def interrupted(self, other):
+    def rename_or_interrupt(self, other):
         nonlocal count
         count += 1
         if count == moment:
@@ -317,7 +315,7 @@ def test_the_old_folder_survives_an_interrupt_between_two_renames(tmp_path, monk
         return rename(self, other)
 
     monkeypatch.setattr("slimtensors.storage.atomic._exchange", lambda a, b: False)
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(Path, "rename", rename_or_interrupt)
     assert run("compress", source, "-o", target, "-f", "-q") == 130
     monkeypatch.undo()
     assert files(target) == want
@@ -352,25 +350,25 @@ def test_a_folder_can_be_replaced_by_its_own_compression(tmp_path):
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
     source = write_folder(tmp_path / "model", shards=3)
     assert run("compress", source, "-o", tmp_path / "small", "--dry-run", "--json") == 0
-    would = json.loads(capsys.readouterr().out)
+    estimate = json.loads(capsys.readouterr().out)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert run("compress", source, "-o", tmp_path / "small", "--json") == 0
-    did = json.loads(capsys.readouterr().out)
-    assert would["files"] == []
-    assert len(did["files"]) == 3
+    result = json.loads(capsys.readouterr().out)
+    assert estimate["files"] == []
+    assert len(result["files"]) == 3
     for key in ("dense_bytes", "stored_bytes"):
-        assert would[key] == did[key]
-    sizes = [{t["name"]: t["stored_bytes"] for t in s["tensors"]} for s in (would, did)]
+        assert estimate[key] == result[key]
+    sizes = [{t["name"]: t["stored_bytes"] for t in s["tensors"]} for s in (estimate, result)]
     assert sizes[0] == sizes[1]
 
 
-def test_shards_can_be_made_anew(tmp_path):
+def test_shards_can_be_resized(tmp_path):
     source = write_folder(tmp_path / "model", shards=3)
     arguments = ("--max-shard-size", "1GB", "-q")
     assert run("compress", source, "-o", tmp_path / "small", *arguments) == 0
     assert [p.name for p in (tmp_path / "small").glob("*.safetensors*")] == ["model.safetensors"]
     assert slimtensors.verify(tmp_path / "small", against=source)
-    assert others(tmp_path / "small") == others(source)
+    assert other_files(tmp_path / "small") == other_files(source)
 
 
 def test_only_some_tensors_of_a_folder_are_compressed(tmp_path):
@@ -382,14 +380,14 @@ def test_only_some_tensors_of_a_folder_are_compressed(tmp_path):
     ]
 
 
-def test_a_folder_of_another_name_for_its_only_file_keeps_it(tmp_path):
+def test_an_unusual_file_name_is_kept(tmp_path):
     source = write_folder(tmp_path / "model")
     (source / "model.safetensors").rename(source / "adapter_model.safetensors")
     small, back = round_trip(source, tmp_path)
     assert files(small).keys() == files(back).keys() == files(source).keys()
 
 
-def test_a_second_file_of_weights_is_copied_as_it_is(tmp_path):
+def test_a_second_weights_file_is_copied_unchanged(tmp_path):
     source = write_folder(tmp_path / "model")
     save_file({"x": torch.zeros(99)}, source / "consolidated.safetensors")
     small, _ = round_trip(source, tmp_path)
@@ -397,7 +395,7 @@ def test_a_second_file_of_weights_is_copied_as_it_is(tmp_path):
     assert (small / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_a_url_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+def test_an_unwritable_url_is_named(tmp_path, monkeypatch, capsys):
     source = write_folder(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     for given in (source, source / "model.safetensors"):

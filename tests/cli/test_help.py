@@ -1,4 +1,4 @@
-"""Help, completion and the report on the machine: what the command line tells about itself."""
+"""Help texts, shell completion and `env`."""
 
 import argparse
 import json
@@ -24,13 +24,13 @@ def verbs():
     return found.choices
 
 
-def script(shell, capsys):
+def completion_script(shell, capsys):
     assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", verbs())
-def test_every_example_in_the_help_of_a_verb_is_a_command(name):
+def test_every_example_in_a_help_text_parses(name):
     title, *examples = verbs()[name].epilog.splitlines()
     assert title == "examples:"
     for example in examples:
@@ -39,31 +39,31 @@ def test_every_example_in_the_help_of_a_verb_is_a_command(name):
         parser().parse_args(words[1:])
 
 
-def completed(text, line):
-    """What bash offers for the last word of `line`."""
+def complete(script, line):
+    """Return the completions of bash for the last word of `line`."""
     words = line.split(" ")
     quoted = " ".join(map(shlex.quote, words))
-    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_slimtensors; "
-    command = f'{text}\n{asked}printf "%s\\n" "${{COMPREPLY[@]}}"'
+    setup = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_slimtensors; "
+    command = f'{script}\n{setup}printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout.split()
 
 
 def test_bash_completes_verbs_options_and_values(capsys):
-    text = script("bash", capsys)
-    assert set(verbs()) == set(completed(text, "slimtensors "))
-    assert completed(text, "slimtensors dec") == ["decompress"]
-    assert completed(text, "slimtensors verify --a") == ["--against"]
-    assert completed(text, "slimtensors compress x --preset ") == list(presets.PRESETS)
-    assert completed(text, "slimtensors compress x --quantize W4A16_") == ["W4A16_ASYM"]
-    assert completed(text, "slimtensors completion z") == ["zsh"]
-    assert completed(text, "slimtensors compress mod") == [], "the shell itself offers files"
+    text = completion_script("bash", capsys)
+    assert set(verbs()) == set(complete(text, "slimtensors "))
+    assert complete(text, "slimtensors dec") == ["decompress"]
+    assert complete(text, "slimtensors verify --a") == ["--against"]
+    assert complete(text, "slimtensors compress x --preset ") == list(presets.PRESETS)
+    assert complete(text, "slimtensors compress x --quantize W4A16_") == ["W4A16_ASYM"]
+    assert complete(text, "slimtensors completion z") == ["zsh"]
+    assert complete(text, "slimtensors compress mod") == [], "the shell completes files"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_names_every_option_and_its_shell_can_read_it(shell, capsys):
-    text = script(shell, capsys)
+def test_completion_scripts_contain_every_option_and_parse(shell, capsys):
+    text = completion_script(shell, capsys)
     for name, verb in verbs().items():
         assert name in text
         for option in verb._option_string_actions:
@@ -72,14 +72,14 @@ def test_a_script_names_every_option_and_its_shell_can_read_it(shell, capsys):
         subprocess.run([shell, "-n", "/dev/stdin"], input=text, text=True, check=True)
 
 
-def test_another_shell_is_refused(capsys):
+def test_an_unknown_shell_is_refused(capsys):
     with pytest.raises(SystemExit) as refused:
         main(["completion", "csh"])
     assert refused.value.code == 2
     assert "bash" in capsys.readouterr().err
 
 
-def test_env_tells_versions_and_extras_as_its_schema_says(capsys):
+def test_env_json_matches_its_schema(capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     schema = json.loads((SCHEMAS / "env.json").read_text())
@@ -89,7 +89,7 @@ def test_env_tells_versions_and_extras_as_its_schema_says(capsys):
     assert {"transformers", "remote"} <= found["extras"].keys()
 
 
-def test_env_prints_a_line_for_each_fact(capsys):
+def test_env_prints_one_line_per_item(capsys):
     assert main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["slimtensors"] == slimtensors.__version__

@@ -23,7 +23,8 @@ def schema(name):
     return found
 
 
-def valid(text, name):
+def parse_valid(text, name):
+    """Return the JSON of `text` after checking it against a schema."""
     data = json.loads(text)
     jsonschema.validate(data, schema(name), jsonschema.Draft202012Validator)
     return data
@@ -59,9 +60,9 @@ def test_every_schema_is_strict():
     assert {path.stem for path in SCHEMAS.glob("*.json")} == known
 
 
-def test_inspect_prints_json_that_fits_its_schema(source, capsys):
+def test_inspect_json_matches_its_schema(source, capsys):
     assert run("inspect", source, "--json") == 0
-    data = valid(capsys.readouterr().out, "summary")
+    data = parse_valid(capsys.readouterr().out, "summary")
     assert data["files"] == ["x.safetensors"]
     names = [t["name"] for t in data["tensors"]]
     assert names == ["a.weight", "b|c", "none", "0-d", "odd", "tied"]
@@ -72,22 +73,22 @@ def test_inspect_prints_json_that_fits_its_schema(source, capsys):
 
 
 @pytest.mark.parametrize("preset", ["sparse", "lossless", "extreme", "dense"])
-def test_the_parts_of_a_tensor_add_up_to_what_it_costs(source, tmp_path, capsys, preset):
+def test_the_parts_of_a_tensor_add_up_to_its_size(source, tmp_path, capsys, preset):
     assert run("compress", source, "-o", tmp_path / "y", "--preset", preset, "--json") == 0
-    written = valid(capsys.readouterr().out, "summary")
+    written = parse_valid(capsys.readouterr().out, "summary")
     assert run("inspect", tmp_path / "y", "--json", "--bound") == 0
-    data = valid(capsys.readouterr().out, "summary")
-    for tensor, told in zip(data["tensors"], written["tensors"], strict=True):
+    data = parse_valid(capsys.readouterr().out, "summary")
+    for tensor, expected in zip(data["tensors"], written["tensors"], strict=True):
         assert sum(tensor["parts"].values()) == tensor["stored_bytes"]
-        assert tensor["parts"] == told["parts"]
-        assert told["bound"] is None
+        assert tensor["parts"] == expected["parts"]
+        assert expected["bound"] is None
         assert (tensor["bound"] is None) == (tensor["codec"] == "tied")
     codecs = {"sparse": {"mask", "values", "header"}, "dense": {"data"}}
     assert preset not in codecs or data["tensors"][0]["parts"].keys() == codecs[preset]
     assert ("scale" in data["tensors"][0]["parts"]) == (preset == "extreme")
 
 
-def test_inspect_shows_parts_and_bounds_if_asked(source, capsys):
+def test_inspect_shows_parts_and_bounds(source, capsys):
     assert run("inspect", source, "--parts", "--bound", "-T", "1") == 0
     head, first, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[-2:] == ["bits/item", "bound"]
@@ -98,49 +99,49 @@ def test_inspect_shows_parts_and_bounds_if_asked(source, capsys):
     assert float(lines[-1].split()[-1]) > 0
 
 
-def test_the_parts_of_the_other_dialect_are_its_tensors(tmp_path, capsys):
+def test_the_parts_in_compressed_tensors_are_its_tensors(tmp_path, capsys):
     x = {"a.weight": pruned(64, 64), "b": torch.ones(3)}
     slimtensors.save(x, tmp_path / "x", preset="sparse", dialect="compressed-tensors")
     assert run("inspect", tmp_path / "x", "--json", "--bound") == 0
-    first, second = valid(capsys.readouterr().out, "summary")["tensors"]
+    first, second = parse_valid(capsys.readouterr().out, "summary")["tensors"]
     assert first["parts"].keys() == {"shape", "row_offsets", "compressed", "bitmask"}
     assert sum(first["parts"].values()) == first["stored_bytes"]
     assert second["parts"] == {"data": 12}
     assert second["bound"] == 0
 
 
-def test_compress_and_decompress_print_json_that_fits_its_schema(source, tmp_path, capsys):
+def test_compress_and_decompress_json_matches_its_schema(source, tmp_path, capsys):
     assert run("compress", source, "-o", tmp_path / "y", "--json") == 0
-    data = valid(capsys.readouterr().out, "summary")
+    data = parse_valid(capsys.readouterr().out, "summary")
     assert data["files"] == ["y"]
     assert run("compress", source, "-o", tmp_path / "y", "--dry-run", "--json") == 0
-    would = valid(capsys.readouterr().out, "summary")
-    assert would["files"] == []
-    assert would["stored_bytes"] == data["stored_bytes"]
+    estimate = parse_valid(capsys.readouterr().out, "summary")
+    assert estimate["files"] == []
+    assert estimate["stored_bytes"] == data["stored_bytes"]
     assert run("decompress", tmp_path / "y", "-o", tmp_path / "z", "--json") == 0
-    back = valid(capsys.readouterr().out, "summary")
+    back = parse_valid(capsys.readouterr().out, "summary")
     assert {t["codec"] for t in back["tensors"]} == {"plain", "dense", "tied"}
 
 
 def test_json_is_printed_even_if_quiet(source, tmp_path, capsys):
     assert run("compress", source, "-o", tmp_path / "y", "--json", "-q") == 0
-    valid(capsys.readouterr().out, "summary")
+    parse_valid(capsys.readouterr().out, "summary")
 
 
-def test_verify_prints_json_that_fits_its_schema(source, tmp_path, capsys):
+def test_verify_json_matches_its_schema(source, tmp_path, capsys):
     assert run("verify", source, "--json") == 0
-    data = valid(capsys.readouterr().out, "verify")
+    data = parse_valid(capsys.readouterr().out, "verify")
     assert data == {"ok": True, "tensors": 6, "damaged": {}, "different": {}}
     save_file({"a.weight": pruned(64, 64) + 1, "new": torch.ones(3)}, tmp_path / "y")
     assert run("verify", source, "--against", tmp_path / "y", "--json") == 1
-    data = valid(capsys.readouterr().out, "verify")
+    data = parse_valid(capsys.readouterr().out, "verify")
     assert data["ok"] is False
     assert data["different"]["a.weight"] == "4096 of 4096 items differ"
     assert data["different"].keys() == {"a.weight", "b|c", "none", "0-d", "odd", "tied", "new"}
 
 
 @pytest.mark.parametrize("where", ["header", "payload", "plain"])
-def test_verify_of_a_damaged_file_names_all_that_is_damaged(source, capsys, where):
+def test_verify_names_all_damaged_tensors(source, capsys, where):
     raw = bytearray(source.read_bytes())
     at = {
         "header": raw.index(b"SLIM") + 30,
@@ -150,24 +151,24 @@ def test_verify_of_a_damaged_file_names_all_that_is_damaged(source, capsys, wher
     raw[at] ^= 1
     source.write_bytes(raw)
     assert run("verify", source, "--json") == 3
-    said = capsys.readouterr()
-    data = valid(said.out, "verify")
+    captured = capsys.readouterr()
+    data = parse_valid(captured.out, "verify")
     assert data["ok"] is False
     assert data["damaged"].keys() in ({"a.weight", "tied"}, {"odd"}, {"b|c"})
-    assert len(said.err.splitlines()) == len(data["damaged"])
+    assert len(captured.err.splitlines()) == len(data["damaged"])
     assert run("verify", source) == 3
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert all(line.startswith(f"slimtensors: {source}: ") for line in said.err.splitlines())
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert all(line.startswith(f"slimtensors: {source}: ") for line in captured.err.splitlines())
 
 
-def test_codecs_prints_json_that_fits_its_schema(capsys):
+def test_codecs_json_matches_its_schema(capsys):
     assert run("codecs", "--json") == 0
-    data = valid(capsys.readouterr().out, "codecs")
+    data = parse_valid(capsys.readouterr().out, "codecs")
     assert {"bitmask", "bitmask24", "dense"} <= {codec["name"] for codec in data["codecs"]}
 
 
-def test_codecs_prints_one_line_each(capsys):
+def test_codecs_prints_one_line_per_codec(capsys):
     assert run("codecs") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["codec", "options", "about"]
@@ -189,7 +190,7 @@ def test_inspect_prints_a_table(source, capsys):
 
 
 def markdown_tables(text):
-    """The rows of every table, each with its cells."""
+    """Return the rows of every table as lists of cells."""
     blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     for rows in blocks:
         assert set(rows[1]) <= set("|:- ")
@@ -223,7 +224,7 @@ def test_a_model_card_names_its_base_and_the_largest_error(tmp_path, capsys):
     assert float(sizes[-1][4]) < 16
 
 
-def test_json_and_markdown_exclude_each_other(source, capsys):
+def test_json_and_markdown_are_mutually_exclusive(source, capsys):
     with pytest.raises(SystemExit) as usage:
         run("inspect", source, "--json", "--markdown")
     assert usage.value.code == 2
@@ -233,7 +234,7 @@ def test_json_and_markdown_exclude_each_other(source, capsys):
 @pytest.mark.parametrize(
     "verb", ["compress", "decompress", "inspect", "verify", "bench", "codecs", "demo", ""]
 )
-def test_help_is_there_for_every_verb(verb, capsys):
+def test_every_verb_has_help(verb, capsys):
     with pytest.raises(SystemExit) as done:
         main([verb, "--help"] if verb else ["--help"])
     assert done.value.code == 0
@@ -241,7 +242,7 @@ def test_help_is_there_for_every_verb(verb, capsys):
     assert ("examples:" if verb else "Exit codes:") in out
 
 
-def test_the_version_is_told(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as done:
         main(["--version"])
     assert done.value.code == 0

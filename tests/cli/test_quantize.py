@@ -1,4 +1,4 @@
-"""`compress --quantize` and `convert` on folders of tiny models of several families."""
+"""`compress --quantize` and `convert` on tiny model folders of several families."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def section(folder):
     return json.loads((folder / "config.json").read_text()).get("quantization_config")
 
 
-def ignored(family):
+def ignore_options(family):
     layers = ["cls.predictions.decoder"] if family == "bert" else ["lm_head"]
     return [word for layer in layers for word in ("--ignore", layer)]
 
@@ -49,13 +49,13 @@ def ignored(family):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    made = {}
+    written = {}
 
     def folder(family, **options):
-        if family not in made:
-            made[family] = root / family
-            make(family).save_pretrained(made[family], max_shard_size="150kB")
-        return made[family]
+        if family not in written:
+            written[family] = root / family
+            make(family).save_pretrained(written[family], max_shard_size="150kB")
+        return written[family]
 
     return folder
 
@@ -64,7 +64,7 @@ def folders(tmp_path_factory):
 def quantized(folders, tmp_path):
     def quantize(family, scheme, *options):
         out = tmp_path / f"{family}-{scheme}"
-        words = ["--quantize", scheme, *ignored(family), *options]
+        words = ["--quantize", scheme, *ignore_options(family), *options]
         assert run("compress", folders(family), *words, "-o", out, "-q") == 0
         return out
 
@@ -72,27 +72,27 @@ def quantized(folders, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "scheme"), CASES)
-def test_a_folder_holds_what_the_quantized_model_would_store(quantized, family, scheme):
+def test_a_folder_equals_the_compressed_quantized_model(quantized, family, scheme):
     folder = quantized(family, scheme)
     model, config = make(family), config_of(scheme, family)
     apply_quantization_config(model, config)
     model.apply(freeze_module_quantization)
-    wanted = ModelCompressor(quantization_config=config).compress(model)
+    expected = ModelCompressor(quantization_config=config).compress(model)
     stored = slimtensors.load(folder)
-    names = {name for name in wanted if is_part(name, wanted)}
+    names = {name for name in expected if is_part(name, expected)}
     assert names == {name for name in stored if is_part(name, stored)}
     for name in names:
-        assert same_bits(stored[name], wanted[name]), name
+        assert same_bits(stored[name], expected[name]), name
 
 
 def is_part(name, state):
-    """Whether a tensor belongs to a quantized weight."""
+    """Return True if a tensor belongs to a quantized weight."""
     return "weight_" in name or name.removesuffix("weight") + "weight_scale" in state
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "W4A16"), ("mixtral", "W4A16")])
-def test_transformers_with_compressed_tensors_computes_what_dense_weights_do(
+def test_transformers_computes_the_same_from_codes_and_dense_weights(
     quantized, tmp_path, family, scheme
 ):
     folder, dense = quantized(family, scheme), tmp_path / "dense"
@@ -107,7 +107,7 @@ def test_transformers_with_compressed_tensors_computes_what_dense_weights_do(
 @pytest.mark.parametrize(
     "scheme", ["W4A16", "W4A16_ASYM", "W3A16", "W8A16", "NVFP4A16", "MXFP8A16"]
 )
-def test_codes_come_back_from_our_dialect(quantized, tmp_path, scheme):
+def test_codes_round_trip_through_the_slim_dialect(quantized, tmp_path, scheme):
     folder = quantized("llama", scheme)
     slim, dense, back = (tmp_path / name for name in ("slim", "dense", "back"))
     assert run("convert", folder, "--to", "slim", "-o", slim, "-q") == 0
@@ -122,7 +122,7 @@ def test_codes_come_back_from_our_dialect(quantized, tmp_path, scheme):
     assert section(back)["format"] == section(folder)["format"]
 
 
-def test_our_dialect_stores_codes_in_fewer_bits_and_sparse_ones_by_a_mask(folders, tmp_path):
+def test_the_slim_dialect_compresses_codes_and_sparse_codes_by_mask(folders, tmp_path):
     source, small, dense = folders("llama"), tmp_path / "small", tmp_path / "dense"
     words = ["--quantize", "W4A16", "--dialect", "slim", "-q"]
     assert run("compress", source, *words, "-o", small) == 0
@@ -143,7 +143,7 @@ def test_our_dialect_stores_codes_in_fewer_bits_and_sparse_ones_by_a_mask(folder
     assert (zeros >= (pruned["model.layers.0.mlp.up_proj.weight"] == 0)).all()
 
 
-def test_lossless_coding_of_a_quantized_folder_can_be_undone(quantized, tmp_path):
+def test_lossless_coding_of_a_quantized_folder_round_trips(quantized, tmp_path):
     folder = quantized("llama", "W4A16")
     assert run("compress", folder, "-o", tmp_path / "slim", "--preset", "lossless", "-q") == 0
     assert run("convert", tmp_path / "slim", "--to", "dense", "-o", tmp_path / "dense", "-q") == 0
@@ -155,7 +155,7 @@ def test_lossless_coding_of_a_quantized_folder_can_be_undone(quantized, tmp_path
 
 @pytest.mark.parametrize("to", ["dense", "slim"])
 @pytest.mark.parametrize("part", ["packed", "scale", "shape"])
-def test_a_layer_that_lost_a_part_is_not_lost_silently(quantized, tmp_path, capsys, part, to):
+def test_a_layer_with_a_missing_part_is_refused(quantized, tmp_path, capsys, part, to):
     folder = quantized("llama", "W4A16", "--max-shard-size", "1GB")
     (file,) = folder.glob("*.safetensors")
     layer = "model.layers.0.mlp.up_proj"
@@ -170,12 +170,12 @@ def test_a_layer_that_lost_a_part_is_not_lost_silently(quantized, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_the_output_says_how_much_was_lost(folders, tmp_path, capsys):
+def test_the_output_contains_the_error(folders, tmp_path, capsys):
     assert run("compress", folders("llama"), "--quantize", "W4A16", "-o", tmp_path / "out") == 0
     assert "14 rounded, relative error 0.1" in capsys.readouterr().out
 
 
-def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
+def test_gptq_runs_with_a_calibration_text(folders, tmp_path):
     source = folders("llama")
     _tokenizer().save_pretrained(source)
     text = tmp_path / "text.txt"
@@ -196,7 +196,7 @@ def test_gptq_loses_less_and_a_text_is_what_it_needs(folders, tmp_path):
     assert [path.name for path in small.parent.iterdir()] == ["s"]
 
 
-def test_less_data_than_asked_for_is_told_and_none_is_refused_first(folders, tmp_path, caplog):
+def test_too_little_data_is_logged_and_empty_data_refused_first(folders, tmp_path, caplog):
     source, out = folders("llama"), tmp_path / "out"
     _tokenizer().save_pretrained(source)
     config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
@@ -234,14 +234,14 @@ def _tokenizer():
         (["--method", "gptq"], "requires --quantize"),
     ],
 )
-def test_options_that_cannot_be_are_refused(folders, tmp_path, capsys, words, message):
+def test_invalid_options_are_refused(folders, tmp_path, capsys, words, message):
     out = tmp_path / "out"
     assert run("compress", folders("llama"), *words, "-o", out) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_group_that_does_not_divide_names_the_layer(folders, tmp_path, capsys):
+def test_an_error_about_group_size_names_the_layer(folders, tmp_path, capsys):
     scheme = tmp_path / "scheme.json"
     args = {"num_bits": 4, "strategy": "group", "group_size": 96}
     group = {"targets": ["Linear"], "weights": args}
@@ -274,7 +274,7 @@ _W4 = {"num_bits": 4, "group_size": 32}
         ({"targets": ["Linear"], "weights": _W4 | {"actorder": "group"}}, "gptq"),
     ],
 )
-def test_a_config_that_a_folder_cannot_follow_is_refused(folders, tmp_path, capsys, group, message):
+def test_an_unsupported_config_is_refused(folders, tmp_path, capsys, group, message):
     source, config = folders("llama"), write_config(tmp_path / "scheme.json", {"a": group})
     assert run("compress", source, "--quantize", config, "-o", tmp_path / "out") == 2
     error = capsys.readouterr().err
@@ -283,7 +283,7 @@ def test_a_config_that_a_folder_cannot_follow_is_refused(folders, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_an_ignored_layer_that_is_not_there_is_warned_of(folders, tmp_path, caplog):
+def test_an_ignored_layer_that_does_not_exist_is_logged(folders, tmp_path, caplog):
     words = ["--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
     assert run("compress", folders("llama"), *words, "--ignore", "lm_haed") == 0
     assert "'lm_haed', which is to be ignored, fits no layer" in caplog.text
@@ -292,7 +292,7 @@ def test_an_ignored_layer_that_is_not_there_is_warned_of(folders, tmp_path, capl
     assert not caplog.text
 
 
-def test_groups_that_overlap_are_written_out_layer_by_layer(folders, tmp_path):
+def test_overlapping_groups_are_written_layer_by_layer(folders, tmp_path):
     groups = {
         "all": {"targets": ["Linear"], "weights": _W4},
         "down": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "strategy": "channel"}},
@@ -305,7 +305,7 @@ def test_groups_that_overlap_are_written_out_layer_by_layer(folders, tmp_path):
     assert not set(targets["all"]) & set(targets["down"])
 
 
-def test_stacked_experts_do_not_stay_dense_silently(tmp_path, capsys):
+def test_stacked_experts_are_not_silently_left_dense(tmp_path, capsys):
     source = tmp_path / "stacked"
     source.mkdir()
     stack = torch.ones(4, 128, 128)
@@ -319,7 +319,7 @@ def test_stacked_experts_do_not_stay_dense_silently(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_output_layer_that_shares_its_weight_need_not_be_named(folders, tmp_path):
+def test_a_tied_output_layer_is_ignored_by_default(folders, tmp_path):
     folder, dense = tmp_path / "bert", tmp_path / "dense"
     assert run("compress", folders("bert"), "--quantize", "W4A16", "-o", folder, "-q") == 0
     assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
@@ -343,9 +343,7 @@ def test_dense_weights_are_rounded_once_to_the_dtype_of_the_model(tmp_path, dtyp
         assert same_bits(x, slim[name]), name
 
 
-def test_our_dialect_says_that_it_does_not_keep_how_activations_are_quantized(
-    quantized, tmp_path, caplog
-):
+def test_converting_to_slim_logs_that_activation_schemes_are_dropped(quantized, tmp_path, caplog):
     words = ["--to", "slim", "-q", "-o"]
     assert run("convert", quantized("llama", "W4A16"), *words, tmp_path / "weights") == 0
     assert not caplog.text
@@ -353,7 +351,7 @@ def test_our_dialect_says_that_it_does_not_keep_how_activations_are_quantized(
     assert "how activations and caches are quantized is not kept" in caplog.text
 
 
-def test_codes_need_a_config_that_tells_what_they_mean(folders, tmp_path, capsys):
+def test_codes_require_a_config(folders, tmp_path, capsys):
     source, slim = tmp_path / "bare", tmp_path / "slim"
     shutil.copytree(folders("llama"), source)
     (source / "config.json").unlink()
@@ -398,14 +396,14 @@ def test_calibration_without_a_tokenizer_or_a_token_is_refused(tmp_path, capsys)
     assert f"{text}: the file is empty" in capsys.readouterr().err
 
 
-def test_what_is_quantized_is_not_quantized_again(quantized, tmp_path, capsys):
+def test_a_quantized_folder_is_not_quantized_again(quantized, tmp_path, capsys):
     folder = quantized("llama", "W4A16")
     assert run("compress", folder, "--quantize", "W4A16", "-o", tmp_path / "again") == 2
     assert "convert --to dense" in capsys.readouterr().err
     assert run("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "again") == 2
 
 
-def test_a_model_that_lies_on_its_side_is_refused(folders, tmp_path, capsys):
+def test_a_model_with_transposed_weights_is_refused(folders, tmp_path, capsys):
     source = tmp_path / "gpt2"
     make("llama").save_pretrained(source)
     config = source / "config.json"
@@ -414,7 +412,7 @@ def test_a_model_that_lies_on_its_side_is_refused(folders, tmp_path, capsys):
     assert "quantize_model" in capsys.readouterr().err
 
 
-def test_a_config_that_names_no_dtype_leaves_it_to_the_weights(tmp_path):
+def test_a_config_without_dtype_keeps_the_dtype_of_the_weights(tmp_path):
     source, small, dense = tmp_path / "model", tmp_path / "small", tmp_path / "dense"
     make("llama", torch.float32).save_pretrained(source)
     config = json.loads((source / "config.json").read_text())

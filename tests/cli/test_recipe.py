@@ -1,4 +1,4 @@
-"""`compress --recipe` on the folder of a tiny model."""
+"""`compress --recipe` on a tiny model folder."""
 
 import json
 from pathlib import Path
@@ -40,10 +40,19 @@ def source(tmp_path_factory):
     return folder
 
 
-def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
+def test_a_recipe_is_applied_and_reported(source, tmp_path, capsys):
     recipe, text = source.parent / "recipe.yaml", source.parent / "text.txt"
-    words = ["compress", source, "--recipe", recipe, "--calibration", text, "-o", tmp_path / "out"]
-    assert run(*words, "--work", tmp_path / "work") == 0
+    command = [
+        "compress",
+        source,
+        "--recipe",
+        recipe,
+        "--calibration",
+        text,
+        "-o",
+        tmp_path / "out",
+    ]
+    assert run(*command, "--work", tmp_path / "work") == 0
     out = capsys.readouterr().out
     assert "model.layers.1.mlp.down_proj  unstructured  75.0%" in out
     assert "stored as sparse" in out
@@ -52,20 +61,20 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
     assert Recipe.load(tmp_path / "out" / "recipe.yaml") == Recipe.load(recipe)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "work"}
-    assert run(*words) == 2
+    assert run(*command) == 2
     assert "already exists" in capsys.readouterr().err
-    assert run(*words, "-f", "--json") == 0
+    assert run(*command, "-f", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(data, schema, jsonschema.Draft202012Validator)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == data
     assert collect(tmp_path / "out").recipe == data
-    for shown in (tmp_path / "out", tmp_path / "out" / "report.json"):
-        assert run("inspect", shown, "--html", tmp_path / "page.html", "-f") == 0
+    for source_path in (tmp_path / "out", tmp_path / "out" / "report.json"):
+        assert run("inspect", source_path, "--html", tmp_path / "page.html", "-f") == 0
         assert '"modifier":"SparseGPT"' in (tmp_path / "page.html").read_text()
     capsys.readouterr()
-    assert run(*words, "-f", "-q") == 0
+    assert run(*command, "-f", "-q") == 0
     assert capsys.readouterr().out == ""
 
 
@@ -79,14 +88,14 @@ def test_a_recipe_is_done_and_told(source, tmp_path, capsys):
         (["--calibration", "nowhere.txt"], "file not found"),
     ],
 )
-def test_what_does_not_go_with_a_recipe_is_said(source, tmp_path, capsys, more, words):
+def test_options_that_exclude_a_recipe_are_refused(source, tmp_path, capsys, more, words):
     recipe = ["--recipe", source.parent / "recipe.yaml"]
     assert run("compress", source, *recipe, *more, "-o", tmp_path / "out") == 2
     assert words.replace("Modifier", "") in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bad_recipe_or_source_is_named(source, tmp_path, capsys):
+def test_errors_name_the_recipe_or_source(source, tmp_path, capsys):
     assert run("compress", source, "--recipe", tmp_path / "no.yaml", "-o", tmp_path / "out") == 2
     assert f"{tmp_path / 'no.yaml'}: recipe not found" in capsys.readouterr().err
     assert run("compress", source, "--recipe", source, "-o", tmp_path / "out") == 2

@@ -1,7 +1,8 @@
-"""What stock transformers does with a folder of ours: it must never run on random weights."""
+"""Stock transformers refuses our folders instead of running on random weights."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from models import write_llama
@@ -10,17 +11,11 @@ from strategies import same_bits
 import slimtensors
 from slimtensors.cli import main
 
-LOAD = """
-import sys
-from transformers import AutoModelForCausalLM
-assert "slimtensors" not in sys.modules
-AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print("LOADED")
-"""
+PROGRAM = Path(__file__).parent / "programs" / "load_with_transformers.py"
 
 
 def load_with_transformers(folder):
-    command = [sys.executable, "-c", LOAD, str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -55,7 +50,7 @@ def test_stock_transformers_refuses_a_delta_even_if_nothing_changed(tmp_path):
 
 
 @pytest.mark.slow
-def test_stock_transformers_loads_what_comes_back(tmp_path):
+def test_stock_transformers_loads_a_decompressed_folder(tmp_path):
     small, back = str(tmp_path / "small"), str(tmp_path / "back")
     source = write_llama(tmp_path / "model", shard="60kB")
     assert main(["compress", str(source), "-o", small, "-q"]) == 0
@@ -64,7 +59,7 @@ def test_stock_transformers_loads_what_comes_back(tmp_path):
     assert (loaded.returncode, loaded.stdout.strip()) == (0, "LOADED"), loaded.stderr
 
 
-def test_what_comes_back_is_the_same_model_to_transformers(tmp_path):
+def test_transformers_loads_the_same_weights_after_a_round_trip(tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = write_llama(tmp_path / "model", tied=True)

@@ -1,4 +1,4 @@
-"""A real browser that looks at pages, and notes what goes wrong."""
+"""A headless browser for the tests of the page."""
 
 import shutil
 from contextlib import contextmanager
@@ -8,46 +8,46 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
-def started():
-    """Give a browser that runs without a window."""
+def start_browser():
+    """Yield a headless browser."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Without its sandbox, which does not start for root; it only opens pages of ours.
+        # The sandbox does not start for root; only our own pages are opened.
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
 class View:
-    """One page in a window, with all that it said and asked for."""
+    """One open page, with its console messages and network requests."""
 
     def __init__(self, browser, path, *, width=1280, height=900, scheme="light"):
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme
         )
         self.page = self.context.new_page()
-        self.said, self.asked = [], []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.messages, self.requests = [], []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
         self.url = path.as_uri()
 
-    def all(self, selector):
-        """The texts of all elements that fit."""
+    def texts(self, selector):
+        """Return the texts of all matching elements."""
         return self.page.locator(selector).all_inner_texts()
 
     def press(self, *keys):
-        """Press keys, wherever the focus is."""
+        """Press keys, sent to the focused element."""
         for key in keys:
             self.page.keyboard.press(key)
 
-    def focused(self, expression):
-        """What JavaScript says of the element with the focus."""
+    def eval_focused(self, expression):
+        """Evaluate a JavaScript property or method of the focused element."""
         return self.page.evaluate(f"document.activeElement.{expression}")
 
     def check(self):
-        """Nothing was complained about, and nothing but the page was asked for."""
-        assert self.said == []
-        assert self.asked == [self.url]
+        """Assert that there were no console messages, and no request but the page itself."""
+        assert self.messages == []
+        assert self.requests == [self.url]

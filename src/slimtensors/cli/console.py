@@ -133,7 +133,8 @@ def process_group(options: argparse.Namespace) -> Iterator[ProcessGroup]:
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # report the error before exiting
         _notify_others(group, error)
-        raise _add_rank(error, group.rank) from error.__cause__
+        with_rank = _add_rank(error, group.rank)
+        raise with_rank from error.__cause__
     signal.signal(signal.SIGTERM, before)
 
 

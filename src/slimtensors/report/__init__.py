@@ -1,9 +1,15 @@
-"""What a person looks at: models, variants of them and runs, as one page that opens anywhere."""
+"""Reports on models, their variants and training runs, as JSON or a self-contained HTML page."""
 
-from slimtensors.report.collect import collect, collect_run, collect_variant, links, new_report
+from slimtensors.report.collect import (
+    collect,
+    collect_checkpoints,
+    collect_run,
+    collect_variant,
+    new_report,
+)
 from slimtensors.report.data import (
+    CheckpointReport,
     Histogram,
-    Link,
     Report,
     TensorReport,
     Variant,
@@ -12,23 +18,26 @@ from slimtensors.report.data import (
     read_report,
     write_report,
 )
-from slimtensors.report.page import page, write_page
+from slimtensors.report.page import render_page, write_page
 
 __all__ = [
+    "CheckpointReport",
     "Histogram",
-    "Link",
     "Report",
     "TensorReport",
     "Variant",
     "collect",
+    "collect_checkpoints",
     "collect_run",
     "collect_variant",
     "is_report",
-    "links",
     "new_report",
-    "page",
     "read_recipe",
     "read_report",
+    "render_page",
     "write_page",
     "write_report",
 ]
+
+# Names of earlier versions.
+Link, links, page = CheckpointReport, collect_checkpoints, render_page

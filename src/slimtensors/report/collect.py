@@ -1,4 +1,4 @@
-"""Look at every tensor of a model: how it is stored, what is in it, and what it has lost."""
+"""Load every tensor of a model and measure sizes, sparsity, value histograms and errors."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,20 +21,27 @@ from slimtensors.errors import FormatError, MismatchError
 from slimtensors.folder.compress import Keep
 from slimtensors.parallel import Each, Workers
 from slimtensors.report.data import (
-    Link,
+    CheckpointReport,
+    Histogram,
     Report,
     TensorReport,
     Variant,
-    histogram,
     read_recipe,
-    sample,
 )
-from slimtensors.report.sources import ReportSource, TensorHandle, open_source
+from slimtensors.report.sources import ModelTensors, StoredTensor, open_tensors
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Spec, bitwise_equal, dtype_name, norm, relative_distance
 
-_BINS, _FEW_BINS, _MANY = 48, 16, 800
-"""Bars of a histogram, and those where so many tensors would make the page heavy."""
+_BINS, _COARSE_BINS, _MANY_TENSORS = 48, 16, 800
+"""Bins of a histogram; the coarse ones keep the page small if there are many tensors."""
+_SAMPLE_SIZE = 1 << 16
+"""Items per tensor in a histogram."""
+_HISTOGRAM_SIGMAS = 4.0
+"""Histogram range in standard deviations; outliers count in the outermost bins."""
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+_INTEGERS = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool}
 
 
 def collect(
@@ -44,22 +52,16 @@ def collect(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at a file or a folder, and return the report; everything is read twice.
+    """Return a report on a file or folder.
 
-    With the original in `against`, errors are measured, and not only those that the file tells.
-    `progress` counts stored bytes.
+    With the original model in `against`, errors are measured; otherwise they are those recorded
+    in the files. All data is read twice. `progress` counts stored bytes.
     """
     title = Path(source).resolve().name if "://" not in str(source) else str(source)
     variant = collect_variant(
         source, title, against=against, keep=keep, threads=threads, progress=progress
     )
     return replace(new_report(title, [variant]), recipe=read_recipe(source))
-
-
-def new_report(title: str, variants: list[Variant]) -> Report:
-    """Return a report that was made now, by this version."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(title, now, version("slimtensors"), variants)
 
 
 def collect_variant(
@@ -73,130 +75,175 @@ def collect_variant(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Variant:
-    """Look at a file or a folder, as one way of several to store the same model."""
-    here = open_source(source, partial(Archive.bounds, threads=threads, progress=progress))
-    there = open_source(against) if against is not None else None
-    chosen = [held for held in here.tensors.values() if keep(held.stored.name)]
-    bins = _BINS if len(chosen) <= _MANY else _FEW_BINS
-    found: dict[str, _Seen] = {}
+    """Return a file or folder as one variant of a model, for a report with several of them."""
+    model = open_tensors(source, partial(Archive.bounds, threads=threads, progress=progress))
+    original = open_tensors(against) if against is not None else None
+    tensors = [tensor for tensor in model.tensors.values() if keep(tensor.summary.name)]
+    bins = _BINS if len(tensors) <= _MANY_TENSORS else _COARSE_BINS
+    measurements: dict[str, _Measurement] = {}
     with Workers(threads) as workers:
 
-        def one(held: TensorHandle) -> _Seen:
-            return _look(held, there, workers.each, bins)
+        def measure(tensor: StoredTensor) -> _Measurement:
+            return _measure(tensor, original, workers.each, bins)
 
-        seen = workers.in_order(one, chosen, lambda held: held.stored.dense_bytes)
-        for held, result in zip(chosen, seen, strict=True):
-            found[held.stored.name] = result
+        results = workers.in_order(measure, tensors, lambda tensor: tensor.summary.dense_bytes)
+        for tensor, result in zip(tensors, results, strict=True):
+            measurements[tensor.summary.name] = result
             if progress:
-                progress(held.stored.stored_bytes)
-    tensors = [result.report for result in found.values()]
-    tensors += [
-        _tied(found[home].report, tied, home) for tied, home in here.tied.items() if home in found
+                progress(tensor.summary.stored_bytes)
+    reports = [result.report for result in measurements.values()]
+    reports += [
+        _tied_report(measurements[target].report, tied, target)
+        for tied, target in model.tied.items()
+        if target in measurements
     ]
-    return Variant(name, tensors, about, _together(list(found.values())), measured or {})
+    return Variant(name, reports, about, _total_error(list(measurements.values())), measured or {})
+
+
+def collect_run(run: StrPath, *, threads: int | None = None) -> Report:
+    """Return a report on a folder of checkpoints, with the tensors of the newest."""
+    found = points(run)
+    if not found:
+        raise FormatError(f"{run}: no checkpoint found")
+    newest = found[-1]
+    variant = collect_variant(newest.path, newest.name, threads=threads)
+    report = new_report(Path(run).resolve().name, [variant])
+    return replace(report, checkpoints=[_checkpoint_report(point) for point in found])
+
+
+def collect_checkpoints(run: StrPath) -> list[CheckpointReport]:
+    """Return the checkpoints of a run, the newest last."""
+    return [_checkpoint_report(point) for point in points(run)]
+
+
+def new_report(title: str, variants: list[Variant]) -> Report:
+    """Return a report with the current time and version."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Report(title, now, version("slimtensors"), variants)
+
+
+def _checkpoint_report(point: Point) -> CheckpointReport:
+    manifest, state = point.manifest, StoredState(point.path)
+    return CheckpointReport(
+        point.name,
+        manifest.step,
+        manifest.base.name if manifest.base else None,
+        manifest.profile,
+        manifest.bytes,
+        sum(state.spec(name).nbytes for name in state.names()),
+        manifest.created,
+        dict(manifest.metrics),
+    )
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A tensor that was looked at."""
+class _Measurement:
+    """The report on a tensor, and its norm."""
 
     report: TensorReport
     norm: float
 
 
-def _look(held: TensorHandle, original: ReportSource | None, each: Each, bins: int) -> _Seen:
-    x = held.load(each)
+def _measure(
+    tensor: StoredTensor, original: ModelTensors | None, each: Each, bins: int
+) -> _Measurement:
+    x = tensor.load(each)
     spec = Spec.of(x)
     zeros = count_zeros(x) if not x.is_quantized else None
-    values = sample(x)
-    stored = replace(
-        held.stored,
+    values = _sample(x)
+    summary = replace(
+        tensor.summary,
         dtype=dtype_name(spec.dtype),
         shape=spec.shape,
         dense_bytes=spec.nbytes,
-        bound=held.bound_bits / spec.numel if spec.numel else 0.0,
+        bound=tensor.entropy_bits / spec.numel if spec.numel else 0.0,
     )
-    exact: bool | None = True if not held.is_lossy else None if stored.error is None else False
+    is_exact: bool | None = True
+    if tensor.is_lossy:
+        is_exact = None if summary.error is None else False
     errors = None
     if original is not None:
-        given = _given(original, stored, each)
-        exact = _same(x, given)
-        stored = replace(stored, error=None if exact else _distance(x, given))
-        before = sample(given)
-        if values is not None and before is not None and not exact:
-            errors = histogram(values - before, bins)
+        expected = _load_original(original, summary, each)
+        is_exact = _is_equal(x, expected)
+        summary = replace(summary, error=None if is_exact else _relative_error(x, expected))
+        expected_values = _sample(expected)
+        if values is not None and expected_values is not None and not is_exact:
+            errors = _histogram(values - expected_values, bins)
     report = TensorReport(
-        stored,
-        held.plan,
-        exact,
+        summary,
+        tensor.plan,
+        is_exact,
         (zeros.zero + zeros.negative) / spec.numel if zeros and spec.numel else 0.0,
-        histogram(values, bins),
+        _histogram(values, bins),
         errors,
     )
-    return _Seen(report, norm(x) if x.is_floating_point() and x.element_size() > 1 else 0.0)
+    return _Measurement(report, norm(x) if x.is_floating_point() and x.element_size() > 1 else 0.0)
 
 
-def _given(original: ReportSource, stored: TensorSummary, each: Each) -> Tensor:
-    held = original.find(stored.name)
-    if held is None:
-        raise MismatchError(f"{original.path}: holds no {stored.name}; it is another model")
-    given = held.load(each)
-    if tuple(given.shape) != stored.shape:
-        shapes = f"{tuple(given.shape)}, not {stored.shape}"
-        raise MismatchError(f"{original.path}: {stored.name}: has the shape {shapes}")
-    return given
+def _load_original(original: ModelTensors, summary: TensorSummary, each: Each) -> Tensor:
+    tensor = original.find(summary.name)
+    if tensor is None:
+        raise MismatchError(f"{original.path}: tensor {summary.name} not found; not the original")
+    x = tensor.load(each)
+    if tuple(x.shape) != summary.shape:
+        shapes = f"expected shape {summary.shape}, got {tuple(x.shape)}"
+        raise MismatchError(f"{original.path}: {summary.name}: {shapes}")
+    return x
 
 
-def _same(x: Tensor, given: Tensor) -> bool:
+def _is_equal(x: Tensor, y: Tensor) -> bool:
     if x.is_quantized:
-        return x.dtype == given.dtype and torch.equal(x, given)
-    return bitwise_equal(x, given)
+        return x.dtype == y.dtype and torch.equal(x, y)
+    return bitwise_equal(x, y)
 
 
-def _distance(x: Tensor, given: Tensor) -> float | None:
+def _relative_error(x: Tensor, expected: Tensor) -> float | None:
+    """Return the relative RMS error, or None if it is not defined."""
     if x.is_quantized or x.is_complex() or x.dtype.itemsize != x.element_size():
         return None
-    found = relative_distance(x, given)
-    return found if math.isfinite(found) else None
+    error = relative_distance(x, expected)
+    return error if math.isfinite(error) else None
 
 
-def _tied(report: TensorReport, name: str, home: str) -> TensorReport:
-    return replace(report, stored=replace(report.stored, name=name).tied_to(home))
+def _tied_report(report: TensorReport, name: str, target: str) -> TensorReport:
+    return replace(report, stored=replace(report.stored, name=name).tied_to(target))
 
 
-def _together(seen: list[_Seen]) -> float | None:
-    """Return the error of all tensors as if they were one; none if that of one is not known."""
-    if any(one.report.is_exact is None for one in seen):
+def _total_error(measurements: list[_Measurement]) -> float | None:
+    """Return the relative RMS error over all tensors, or None if one is unknown."""
+    if any(one.report.is_exact is None for one in measurements):
         return None
-    whole = math.hypot(*(one.norm for one in seen))
-    lost = math.hypot(*(one.norm * (one.report.stored.error or 0.0) for one in seen))
-    return lost / whole if whole and math.isfinite(whole) else 0.0
+    total = math.hypot(*(one.norm for one in measurements))
+    error = math.hypot(*(one.norm * (one.report.stored.error or 0.0) for one in measurements))
+    return error / total if total and math.isfinite(total) else 0.0
 
 
-def collect_run(run: StrPath, *, threads: int | None = None) -> Report:
-    """Look at a folder of checkpoints, and return the report."""
-    found = points(run)
-    if not found:
-        raise FormatError(f"{run}: holds no checkpoint")
-    newest = found[-1]
-    variant = collect_variant(newest.path, newest.name, threads=threads)
-    return replace(new_report(Path(run).resolve().name, [variant]), checkpoints=links(run))
+def _sample(x: Tensor) -> Tensor | None:
+    """Return items of `x` at fixed random places as float64, or None if it is not numeric."""
+    if x.is_quantized:
+        x = x.dequantize()
+    if x.dtype not in _FLOATS | _FLOAT8 | _INTEGERS or not x.numel():
+        return None
+    flat = x.reshape(-1)
+    if len(flat) > _SAMPLE_SIZE:
+        random = torch.Generator().manual_seed(0)
+        at = torch.randint(len(flat), (_SAMPLE_SIZE,), generator=random)
+        # torch cannot index float8 tensors, only their bytes
+        flat = flat.view(torch.uint8)[at].view(x.dtype) if x.dtype in _FLOAT8 else flat[at]
+    return flat.double()
 
 
-def links(run: StrPath) -> list[Link]:
-    """Return the checkpoints of a run, the newest last."""
-    return [_link(point) for point in points(run)]
-
-
-def _link(point: Point) -> Link:
-    about, state = point.manifest, StoredState(point.path)
-    return Link(
-        point.name,
-        about.step,
-        about.base.name if about.base else None,
-        about.profile,
-        about.bytes,
-        sum(state.spec(name).nbytes for name in state.names()),
-        about.created,
-        dict(about.metrics),
-    )
+def _histogram(values: Tensor | None, bins: int) -> Histogram | None:
+    """Return a histogram of the finite nonzero values, or None if there are too few."""
+    if values is None:
+        return None
+    kept = values[torch.isfinite(values) & (values != 0)].numpy()
+    if len(kept) < 2:
+        return None
+    mean, deviation = float(kept.mean()), float(kept.std())
+    low = max(float(kept.min()), mean - _HISTOGRAM_SIGMAS * deviation)
+    high = min(float(kept.max()), mean + _HISTOGRAM_SIGMAS * deviation)
+    if not np.isfinite(high - low) or not high - low > abs(mean) * 1e-12:
+        return None
+    counts, _ = np.histogram(kept.clip(low, high), bins, (low, high))
+    return Histogram(low, high, tuple(counts.tolist()))

@@ -1,4 +1,4 @@
-"""The page: one file with everything in it, that opens anywhere and asks nobody."""
+"""The HTML page of a report: one file with data, styles and scripts, no network access."""
 
 import html
 import json
@@ -15,36 +15,36 @@ _SCRIPTS = (
     "layers",
     "table",
     "detail",
-    "chain",
+    "checkpoints",
     "recipe",
     "main",
 )
-"""In the order in which they need each other."""
+"""In order of dependency."""
 
 
-def page(report: Report) -> str:
+def render_page(report: Report) -> str:
     """Return the HTML of a report."""
     data = json.dumps(report.to_json(), separators=(",", ":"), allow_nan=False)
-    filled = {
+    values = {
         "{{title}}": html.escape(report.title),
-        "{{style}}": _read("style.css"),
-        "{{script}}": "\n".join(_read(f"{name}.js") for name in _SCRIPTS),
-        # Inside of a script, nothing but an end tag or a comment can end or hide the data.
+        "{{style}}": _read_asset("style.css"),
+        "{{script}}": "\n".join(_read_asset(f"{name}.js") for name in _SCRIPTS),
+        # Inside a script element only `</script` and `<!--` are special.
         "{{data}}": data.replace("<", "\\u003c"),
     }
-    text = _read("page.html")
-    before, after = "", text
-    for mark in sorted(filled, key=text.index):
-        head, _, after = after.partition(mark)
-        before += head + filled[mark]  # what was filled in is not looked at again
+    template = _read_asset("page.html")
+    before, after = "", template
+    for placeholder in sorted(values, key=template.index):
+        head, _, after = after.partition(placeholder)
+        before += head + values[placeholder]  # values are not searched for placeholders
     return before + after
 
 
 def write_page(report: Report, path: StrPath) -> None:
-    """Write the HTML of a report to a file that appears complete or not at all."""
-    # File names in the report need not be valid text.
-    write_file_atomically(local_path(path), page(report).encode("utf-8", "replace"))
+    """Write the HTML of a report to a file, atomically."""
+    # "replace": file names may contain surrogates, which UTF-8 cannot encode
+    write_file_atomically(local_path(path), render_page(report).encode("utf-8", "replace"))
 
 
-def _read(name: str) -> str:
+def _read_asset(name: str) -> str:
     return files("slimtensors.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The tensors of all that can be looked at: files, folders, quantized folders, checkpoints."""
+"""Open files, model folders, quantized folders and checkpoints as tensors loaded on demand."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,106 +29,110 @@ from slimtensors.tensor import Json, dtype_name
 
 
 @dataclass(frozen=True)
-class TensorHandle:
-    """A tensor as it is stored, and the way to its numbers."""
+class StoredTensor:
+    """A tensor of a source, loaded on demand."""
 
-    stored: TensorSummary
-    """Shape and dtype may be those of the codes; the numbers tell those of the tensor."""
+    summary: TensorSummary
+    """Dtype and shape may be those of the stored codes; the loaded tensor has the real ones."""
     load: Callable[[Each], Tensor]
     plan: Json | None = None
     is_lossy: bool = False
-    bound_bits: float = 0.0
-    """Order-0 entropy of all of it."""
+    entropy_bits: float = 0.0
+    """Order-0 entropy of the whole tensor."""
 
 
 @dataclass(frozen=True)
-class ReportSource:
-    """Tensors by name, and names that stand for some of them."""
+class ModelTensors:
+    """All tensors of a source by name, and the tied names."""
 
     path: str
-    tensors: Mapping[str, TensorHandle]
+    tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
+    """Tied name -> name of the tensor that is stored."""
 
-    def find(self, name: str) -> TensorHandle | None:
-        """Return the tensor of a name, if there is one."""
+    def find(self, name: str) -> StoredTensor | None:
+        """Return the tensor with this name, tied or not, or None."""
         return self.tensors.get(self.tied.get(name, name))
 
 
-def open_source(
-    source: StrPath, look: Callable[[Archive], Summary] = Archive.summary
-) -> ReportSource:
-    """Find the tensors; `look` says how they are stored, and their entropies if it knows them."""
+def open_tensors(
+    source: StrPath, summarize: Callable[[Archive], Summary] = Archive.summary
+) -> ModelTensors:
+    """Open a source; `summarize` may be `Archive.bounds` to include entropies."""
     path = state_file(source)
     archive = Archive(path)
-    own = {stored.name: stored for stored in look(archive).tensors if stored.codec != "tied"}
+    summaries = {t.name: t for t in summarize(archive).tensors if t.codec != "tied"}
     if path != source:
-        return _checkpoint(StoredState(Path(source)), archive, own)
-    config = _quantization(source)
+        return _open_checkpoint(StoredState(Path(source)), archive, summaries)
+    config = _quantization_config(source)
     if config is not None:
-        return _quantized(archive, own, config)
+        return _open_quantized(archive, summaries, config)
     archive.check_whole()
-    return ReportSource(str(source), _plain(archive, own), archive.tied())
+    return _open_archive(str(source), archive, summaries)
 
 
-def _plain(archive: Archive, own: Mapping[str, TensorSummary]) -> dict[str, TensorHandle]:
-    return {name: _held(archive, stored) for name, stored in own.items()}
+def _open_archive(
+    path: str, archive: Archive, summaries: Mapping[str, TensorSummary]
+) -> ModelTensors:
+    tensors = {name: _archive_tensor(archive, summary) for name, summary in summaries.items()}
+    return ModelTensors(path, tensors, archive.tied())
 
 
-def _held(archive: Archive, stored: TensorSummary) -> TensorHandle:
-    plan = archive.plan(stored.name)
-    return TensorHandle(
-        stored,
-        partial(archive.load_one, stored.name),
+def _archive_tensor(archive: Archive, summary: TensorSummary) -> StoredTensor:
+    plan = archive.plan(summary.name)
+    return StoredTensor(
+        summary,
+        partial(archive.load_one, summary.name),
         plan.to_json() if plan else None,
         is_lossy=plan is not None and plan.is_lossy,
-        bound_bits=(stored.bound or 0.0) * stored.items,
+        entropy_bits=(summary.bound or 0.0) * summary.items,
     )
 
 
-def _quantization(source: StrPath) -> QuantizationConfig | None:
+def _quantization_config(source: StrPath) -> QuantizationConfig | None:
     data = read_config(source) if is_model(source) else {}
     method = (data.get("quantization_config") or {}).get("quant_method", COMPRESSED_TENSORS)
     if method not in (COMPRESSED_TENSORS, "slimtensors"):
-        return None  # what other libraries mean by their tensors is theirs to say
+        return None  # formats of other libraries are shown as stored
     try:
         return quantization_of(data)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def _quantized(
-    archive: Archive, own: Mapping[str, TensorSummary], config: QuantizationConfig
-) -> ReportSource:
-    """Return layers that compressed-tensors stores in parts as one tensor each."""
-    layers = find_stored_layers(own.keys())
-    tensors: dict[str, TensorHandle] = {}
-    for name, stored in own.items():
+def _open_quantized(
+    archive: Archive, summaries: Mapping[str, TensorSummary], config: QuantizationConfig
+) -> ModelTensors:
+    """Return each layer that compressed-tensors stores in several parts as one tensor."""
+    layers = find_stored_layers(summaries.keys())
+    tensors: dict[str, StoredTensor] = {}
+    for name, summary in summaries.items():
         layer, _, suffix = name.rpartition(".")
         if suffix not in layers.get(layer, ()):
-            tensors[name] = _held(archive, stored)
+            tensors[name] = _archive_tensor(archive, summary)
         elif (weight := join_name(layer, "weight")) not in tensors:
-            parts = {part: own[join_name(layer, part)] for part in layers[layer]}
-            tensors[weight] = _in_parts(archive, layer, parts, config)
-    return ReportSource(archive.path, tensors, archive.tied())
+            parts = {part: summaries[join_name(layer, part)] for part in layers[layer]}
+            tensors[weight] = _quantized_tensor(archive, layer, parts, config)
+    return ModelTensors(archive.path, tensors, archive.tied())
 
 
-def _in_parts(
+def _quantized_tensor(
     archive: Archive, layer: str, parts: Mapping[str, TensorSummary], config: QuantizationConfig
-) -> TensorHandle:
+) -> StoredTensor:
     try:
         scheme = find_scheme(layer, config, {})
         form = choose_format(scheme, config)
     except SlimError as error:
         raise type(error)(f"{archive.path}: {layer}: {error}") from error
-    assert scheme.weights is not None, "a scheme was found because it has some"
+    assert scheme.weights is not None, "layers without a weight scheme are not stored in parts"
 
     def load(each: Each) -> Tensor:
-        read = {suffix: archive.load_one(join_name(layer, suffix), each) for suffix in parts}
-        return decompress_weight(read, scheme, config, None)
+        loaded = {suffix: archive.load_one(join_name(layer, suffix), each) for suffix in parts}
+        return decompress_weight(loaded, scheme, config, None)
 
     first = next(iter(parts.values()))
     sizes = {suffix: part.stored_bytes for suffix, part in parts.items()}
-    return TensorHandle(
+    return StoredTensor(
         replace(
             first,
             name=join_name(layer, "weight"),
@@ -139,33 +143,34 @@ def _in_parts(
         load,
         {"codec": {"name": form, **scheme.weights.to_dict()}},
         is_lossy=True,
-        bound_bits=sum((part.bound or 0.0) * part.items for part in parts.values()),
+        entropy_bits=sum((part.bound or 0.0) * part.items for part in parts.values()),
     )
 
 
-def _checkpoint(
-    state: StoredState, archive: Archive, own: Mapping[str, TensorSummary]
-) -> ReportSource:
-    """Return the tensors of a training state; of a difference, what the difference costs."""
+def _open_checkpoint(
+    state: StoredState, archive: Archive, summaries: Mapping[str, TensorSummary]
+) -> ModelTensors:
+    """Return the tensors of a checkpoint; sizes are those of the delta if it is one."""
     if archive.delta is None:
-        return ReportSource(str(state.folder), _plain(archive, own), archive.tied())
-    tensors: dict[str, TensorHandle] = {}
+        return _open_archive(str(state.folder), archive, summaries)
+    tensors: dict[str, StoredTensor] = {}
     for name in state.names():
         spec, kind = state.spec(name), state.kind(name)
-        same = TensorSummary(
-            name, dtype_name(spec.dtype), spec.shape, kind, spec.nbytes, 0, archive.path
-        )
-        held = (
-            _held(archive, own[name])
-            if name in own
-            else TensorHandle(same, partial(state.load, name))
-        )
-        codec = f"{kind}({held.stored.codec})" if name in own else kind
+        load = partial(state.load, name)
+        if name in summaries:
+            tensor = _archive_tensor(archive, summaries[name])
+            codec = f"{kind}({tensor.summary.codec})"
+        else:  # unchanged since the base: no bytes in this checkpoint
+            codec = kind
+            summary = TensorSummary(
+                name, dtype_name(spec.dtype), spec.shape, codec, spec.nbytes, 0, archive.path
+            )
+            tensor = StoredTensor(summary, load)
         error = state.manifest.errors.get(name)
         tensors[name] = replace(
-            held,
-            stored=replace(held.stored, codec=codec, error=error),
-            load=partial(state.load, name),
+            tensor,
+            summary=replace(tensor.summary, codec=codec, error=error),
+            load=load,
             is_lossy=error is not None,
         )
-    return ReportSource(str(state.folder), tensors, state.tied)
+    return ModelTensors(str(state.folder), tensors, state.tied)

@@ -1,4 +1,4 @@
-"""A small Llama on bytes, trained here on the text of Python's standard library."""
+"""Train a small byte-level Llama on the sources of Python's standard library, with checkpoints."""
 
 import sysconfig
 import time
@@ -15,66 +15,66 @@ from torch import Tensor, nn
 from slimtensors.archive import save
 from slimtensors.checkpoint import checkpointing, load_checkpoint, points
 from slimtensors.errors import MissingDependencyError
-from slimtensors.report import Link, links
+from slimtensors.report import CheckpointReport, collect_checkpoints
 from slimtensors.storage import SINGLE, write_json
 from slimtensors.tensor import Json, bitwise_equal
 
 LENGTH = 128
-"""Bytes, or tokens, that a model sees at once."""
+"""Sequence length in tokens."""
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-_EVERY = 12
-"""One file of so many is kept apart, to measure on."""
-_PIECES, _PIECE = 128, 1024
+_EVALUATION_EVERY = 12
+"""One file of this many is for evaluation only."""
+_EXCERPT_PIECES, _PIECE_BYTES = 128, 1024
 
 
 def training_text() -> bytes:
     """Return the text to train on."""
-    apart = set(_apart())
-    return _joined(path for path in _sources() if path not in apart)
+    excluded = set(_evaluation_files())
+    return _read_all(path for path in _library_files() if path not in excluded)
 
 
 def evaluation_text() -> bytes:
-    """Return the text to measure on."""
-    return _joined(_apart())
+    """Return the text to evaluate on."""
+    return _read_all(_evaluation_files())
 
 
 def excerpt(text: bytes) -> str:
-    """Return pieces from all over a text, as much as it takes to see what a model does."""
-    step = max(len(text) // _PIECES, 1)
-    pieces = (text[i : i + _PIECE] for i in range(0, len(text), step))
+    """Return equally spaced pieces of a text, enough for calibration."""
+    step = max(len(text) // _EXCERPT_PIECES, 1)
+    pieces = (text[i : i + _PIECE_BYTES] for i in range(0, len(text), step))
     return b"".join(pieces).decode(errors="ignore")
 
 
 def text_rows(text: bytes, count: int, *, seed: int) -> Tensor:
-    """Return random pieces of a text, one number per byte."""
+    """Return `count` random pieces of a text as rows of byte values."""
     numbers = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     random = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(numbers) - LENGTH, (count, 1), generator=random)
     return numbers[starts + torch.arange(LENGTH)].long()
 
 
-def _sources() -> list[Path]:
+def _library_files() -> list[Path]:
     return sorted(LIBRARY.glob("*.py"))
 
 
-def _apart() -> list[Path]:
-    return _sources()[::_EVERY]
+def _evaluation_files() -> list[Path]:
+    return _library_files()[::_EVALUATION_EVERY]
 
 
-def _joined(paths: Iterable[Path]) -> bytes:
+def _read_all(paths: Iterable[Path]) -> bytes:
     return b"".join(path.read_bytes() for path in paths)
 
 
-_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-"""Bytes that tokenizers on bytes write as the character of that number; others get one above."""
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+"""Bytes that a byte-level tokenizer maps to the same code point; others are mapped above 255."""
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Write `tokenizer.json` and its config: the number of a token is that of its byte."""
+    """Write a tokenizer whose token ids are byte values: `tokenizer.json` and its config."""
     level: Json = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     level["use_regex"] = False
-    model = {"type": "BPE", "vocab": _characters(), "merges": []}
+    model = {"type": "BPE", "vocab": _vocabulary(), "merges": []}
     write_json(
         folder / "tokenizer.json",
         {
@@ -91,27 +91,26 @@ def write_byte_tokenizer(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", config)
 
 
-def _characters() -> dict[str, int]:
-    hidden = [byte for byte in range(256) if byte not in _SHOWN]
-    shown = {chr(byte): byte for byte in _SHOWN}
-    return shown | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+def _vocabulary() -> dict[str, int]:
+    others = [byte for byte in range(256) if byte not in _PRINTABLE]
+    printable = {chr(byte): byte for byte in _PRINTABLE}
+    return printable | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ROWS = 12
-"""Pieces of text per step."""
-_RATE = 3e-3
+_BATCH_SIZE = 12
+_LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model under training, and what moves it."""
+    """A model, its optimizer and its learning rate schedule."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
 
     def step(self, tokens: Tensor) -> float:
-        """Learn from some rows, and return the loss."""
+        """Take one optimizer step on a batch, and return the loss."""
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -122,24 +121,24 @@ class Training:
 
 
 def new_training(steps: int, *, layers: int = 4, seed: int = 0) -> Training:
-    """Return a Llama that knows nothing yet, to be trained in so many steps."""
+    """Return an untrained Llama with optimizer and schedule for `steps` steps."""
     torch.manual_seed(seed)
     model = _new_llama(layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=steps)
     return Training(model, optimizer, schedule)
 
 
-def lesson(text: bytes, step: int) -> Tensor:
-    """Return what is learnt from in a step."""
-    return text_rows(text, _ROWS, seed=1000 + step)
+def training_batch(text: bytes, step: int) -> Tensor:
+    """Return the batch of a step."""
+    return text_rows(text, _BATCH_SIZE, seed=1000 + step)
 
 
 def write_llama(model: Any, folder: Path) -> None:
-    """Write a model folder in bfloat16: weights, config, and the tokenizer of bytes."""
+    """Write a model folder in bfloat16: weights, config and byte-level tokenizer."""
     folder.mkdir(parents=True)
-    half = {name: x.bfloat16() for name, x in model.state_dict().items()}
-    save(half, folder / SINGLE, preset="dense")
+    weights = {name: x.bfloat16() for name, x in model.state_dict().items()}
+    save(weights, folder / SINGLE, preset="dense")
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
     write_json(folder / "config.json", config)
     write_byte_tokenizer(folder)
@@ -169,45 +168,49 @@ def _new_llama(layers: int) -> nn.Module:
 _SAVES = 8
 
 RUNS = {"exact": "checkpoints", "optimizer": "checkpoints-optimizer"}
-"""Profiles by which the state is kept, weights always exactly, and the folders."""
+"""Checkpoint profile -> folder. Both profiles keep the weights exact."""
 
 OnStep = Callable[[int, int, float], object]
-"""Called after each step with its number, how many there are, and the loss."""
+"""Called after each step with its number, the number of steps, and the loss."""
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A run that was kept, and what that took."""
+class CheckpointRun:
+    """The checkpoints of a training run, and their costs."""
 
     profile: str
-    links: list[Link]
+    checkpoints: list[CheckpointReport]
     save_seconds: float
-    """Of one checkpoint."""
+    """Per checkpoint."""
     load_seconds: float
-    """Of the newest."""
+    """For the newest checkpoint."""
     is_exact: bool
-    """Whether the weights of the newest are what the training ended with, bit for bit."""
+    """Whether the newest weights are bitwise equal to those of the model."""
     moment_error: float
-    """Of the moments of the newest, on average; relative, RMS."""
+    """Mean relative RMS error of the newest optimizer moments."""
 
     @property
     def bytes(self) -> int:
-        """Of all checkpoints."""
-        return sum(link.bytes for link in self.links)
+        """Total size of the checkpoints."""
+        return sum(checkpoint.bytes for checkpoint in self.checkpoints)
 
     @property
     def dense_bytes(self) -> int:
-        """Of all states in memory."""
-        return sum(link.dense_bytes for link in self.links)
+        """Total size of the states in memory."""
+        return sum(checkpoint.dense_bytes for checkpoint in self.checkpoints)
 
 
 def train(
-    training: Training, folder: Path, lesson: Callable[[int], Tensor], steps: int, on_step: OnStep
-) -> list[Chain]:
-    """Train, saving eight times on the way by each profile, and look at what was saved."""
+    training: Training,
+    folder: Path,
+    batch_of: Callable[[int], Tensor],
+    steps: int,
+    on_step: OnStep,
+) -> list[CheckpointRun]:
+    """Train while saving eight checkpoints with each profile, and check them."""
     every = max(steps // _SAVES, 1)
     parts = (training.model, training.optimizer, training.schedule)
-    saving = dict.fromkeys(RUNS, 0.0)
+    save_seconds = dict.fromkeys(RUNS, 0.0)
     with ExitStack() as stack:
         loops = {
             profile: stack.enter_context(
@@ -223,37 +226,39 @@ def train(
             for profile, run in RUNS.items()
         }
         for step in range(steps):
-            loss = training.step(lesson(step))
+            loss = training.step(batch_of(step))
             for profile, ckpt in loops.items():
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 ckpt.step(loss=loss)
-                saving[profile] += time.perf_counter() - begin
+                save_seconds[profile] += time.perf_counter() - start
             on_step(step + 1, steps, loss)
         if steps % every:
             for ckpt in loops.values():
                 ckpt.save(loss=loss)
-    return [_looked_at(folder, profile, training.model, saving[profile]) for profile in RUNS]
+    return [_check_run(folder, profile, training.model, save_seconds[profile]) for profile in RUNS]
 
 
-def _looked_at(folder: Path, profile: str, model: nn.Module, saving: float) -> Chain:
+def _check_run(
+    folder: Path, profile: str, model: nn.Module, total_save_seconds: float
+) -> CheckpointRun:
     run = folder / RUNS[profile]
     newest = points(run)[-1]
-    begin = time.perf_counter()
+    start = time.perf_counter()
     state = load_checkpoint(newest.path)
-    loading = time.perf_counter() - begin
-    found, errors = links(run), newest.manifest.errors.values()
-    return Chain(
+    load_seconds = time.perf_counter() - start
+    checkpoints, errors = collect_checkpoints(run), newest.manifest.errors.values()
+    return CheckpointRun(
         profile,
-        found,
-        saving / len(found),
-        loading,
-        _same(model, state["model"]),
+        checkpoints,
+        total_save_seconds / len(checkpoints),
+        load_seconds,
+        _has_weights(model, state["model"]),
         fmean(errors) if errors else 0.0,
     )
 
 
-def _same(model: nn.Module, stored: dict[str, Tensor]) -> bool:
+def _has_weights(model: nn.Module, expected: dict[str, Tensor]) -> bool:
     state = model.state_dict()
-    return state.keys() == stored.keys() and all(
-        bitwise_equal(x, stored[name]) for name, x in state.items()
+    return state.keys() == expected.keys() and all(
+        bitwise_equal(x, expected[name]) for name, x in state.items()
     )

@@ -1,4 +1,4 @@
-// One tensor: what it costs, how it is stored, what is in it, and how it fares elsewhere.
+// The dialog of one tensor: sizes, plan and parts, histograms, and the same tensor in other variants.
 
 function openDetail(report, variant, tensor) {
   const dialog = $("detail");
@@ -6,10 +6,10 @@ function openDetail(report, variant, tensor) {
   const facts = [
     ["stored", bytes(tensor.stored_bytes)],
     ["dense", bytes(tensor.dense_bytes)],
-    ["smaller", times(tensor.dense_bytes, tensor.stored_bytes)],
+    ["smaller", ratio(tensor.dense_bytes, tensor.stored_bytes)],
     ["bits per weight", perItem(tensor).toFixed(3)],
     ["order-0 entropy", tensor.bound === null ? "–" : tensor.bound.toFixed(3)],
-    ["error", loss(tensor.is_exact, tensor.error)],
+    ["error", errorText(tensor.is_exact, tensor.error)],
     ["zeros", percent(tensor.sparsity)],
     ["dtype", tensor.dtype],
     ["shape", tensor.shape.join(" × ") || "scalar"],
@@ -23,11 +23,11 @@ function openDetail(report, variant, tensor) {
     planTree(tensor),
   ];
   const drawings = [];
-  if (tensor.weights) drawings.push(chart("Weights, without zeros", bars(tensor.weights, "Histogram of weights"), ""));
-  if (tensor.errors) drawings.push(chart("Errors", bars(tensor.errors, "Histogram of errors", "error"), ""));
-  if (drawings.length) blocks.push(h("h3", {}, "Numbers"), h("div", { class: "half" }, drawings));
-  const others = elsewhere(report, variant, tensor);
-  if (others) blocks.push(h("h3", {}, "In every variant"), others);
+  if (tensor.weights) drawings.push(chartCard("Weights, without zeros", drawHistogram(tensor.weights, "Histogram of weights"), ""));
+  if (tensor.errors) drawings.push(chartCard("Errors", drawHistogram(tensor.errors, "Histogram of errors", "error"), ""));
+  if (drawings.length) blocks.push(h("h3", {}, "Values"), h("div", { class: "half" }, drawings));
+  const variants = variantTable(report, variant, tensor);
+  if (variants) blocks.push(h("h3", {}, "In all variants"), variants);
   dialog.replaceChildren(h("div", {}, blocks));
   dialog.onclick = (event) => {
     if (event.target === dialog) dialog.close();
@@ -36,20 +36,20 @@ function openDetail(report, variant, tensor) {
   dialog.scrollTop = 0;
 }
 
-// The plan says which codec makes which parts; the sizes are those of its leaves.
+// Draws the tree of codecs; sizes belong to its leaves.
 function planTree(tensor) {
   const sizes = Object.entries(tensor.parts);
   const list = h("ul", { class: "plan" });
   if (!tensor.plan) {
-    list.append(h("li", {}, line(tensor.codec, "", tensor.stored_bytes, tensor)));
-    for (const [name, size] of sizes.length > 1 ? sizes : []) list.append(leaf(name, size, tensor));
+    list.append(h("li", {}, planRow(tensor.codec, "", tensor.stored_bytes, tensor)));
+    for (const [name, size] of sizes.length > 1 ? sizes : []) list.append(planLeaf(name, size, tensor));
     return list;
   }
-  list.append(branch("", tensor.plan, "", sizes, tensor));
+  list.append(planBranch("", tensor.plan, "", sizes, tensor));
   return list;
 }
 
-function branch(part, plan, prefix, sizes, tensor) {
+function planBranch(part, plan, prefix, sizes, tensor) {
   const inner = h("ul");
   const then = plan.then ?? {};
   const done = new Set();
@@ -58,28 +58,28 @@ function branch(part, plan, prefix, sizes, tensor) {
     if (!path.startsWith(prefix) || done.has(name)) continue;
     if (rest.length && then[name]) {
       done.add(name);
-      inner.append(branch(name, then[name], `${prefix}${name}.`, sizes, tensor));
+      inner.append(planBranch(name, then[name], `${prefix}${name}.`, sizes, tensor));
     } else {
-      inner.append(leaf(path.slice(prefix.length), size, tensor));
+      inner.append(planLeaf(path.slice(prefix.length), size, tensor));
     }
   }
   const { name, ...options } = plan.codec;
   const total = sizes.filter(([path]) => path.startsWith(prefix)).reduce((sum, [, size]) => sum + size, 0);
-  const said = Object.entries(options).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
-  return h("li", {}, line(part ? `${part} → ${name}` : name, said, total, tensor), inner);
+  const described = Object.entries(options).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ");
+  return h("li", {}, planRow(part ? `${part} → ${name}` : name, described, total, tensor), inner);
 }
 
-function leaf(name, size, tensor) {
+function planLeaf(name, size, tensor) {
   const share = tensor.stored_bytes ? size / tensor.stored_bytes : 0;
-  return h("li", {}, line(name, "", size, tensor), h("div", { class: "share" }, h("i", { vars: { width: `${100 * share}%` } })));
+  return h("li", {}, planRow(name, "", size, tensor), h("div", { class: "share" }, h("i", { vars: { width: `${100 * share}%` } })));
 }
 
-function line(name, options, size, tensor) {
+function planRow(name, options, size, tensor) {
   const cost = `${bytes(size)} · ${bits(size, items(tensor)).toFixed(2)} bits`;
   return h("div", { class: "row" }, h("code", {}, name), options ? h("span", { class: "options" }, options) : null, h("span", { class: "size" }, cost));
 }
 
-function elsewhere(report, variant, tensor) {
+function variantTable(report, variant, tensor) {
   if (report.variants.length < 2) return null;
   const rows = [];
   for (const other of report.variants) {
@@ -91,7 +91,7 @@ function elsewhere(report, variant, tensor) {
       h("td", { class: "text" }, other.name),
       h("td", {}, bytes(same.stored_bytes)),
       h("td", {}, perItem(same).toFixed(2)),
-      h("td", { class: same.is_exact ? "" : "loss" }, loss(same.is_exact, same.error)),
+      h("td", { class: same.is_exact ? "" : "loss" }, errorText(same.is_exact, same.error)),
       h("td", {}, percent(same.sparsity)),
     ));
   }

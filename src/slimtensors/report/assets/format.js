@@ -1,4 +1,4 @@
-// Elements and numbers. Text goes in as text only, so no name can become markup.
+// DOM elements and number formats. Strings are inserted as text nodes, so names cannot become markup.
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -26,7 +26,7 @@ function bytes(size) {
   return `${size.toFixed(1)} TB`;
 }
 
-const times = (before, after) => (after ? `${(before / after).toFixed(2)}×` : "–");
+const ratio = (before, after) => (after ? `${(before / after).toFixed(2)}×` : "–");
 
 const bits = (stored, items) => (items ? (8 * stored) / items : 0);
 
@@ -34,24 +34,24 @@ const percent = (x) => (x === 0 ? "0 %" : x < 0.0001 ? "< 0.01 %" : `${(100 * x)
 
 const seconds = (x) => (x < 1 ? `${(1000 * x).toFixed(0)} ms` : `${x.toFixed(1)} s`);
 
-const counted = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
+const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
-const short = (x) => {
+const compact = (x) => {
   if (x === 0) return "0";
   const size = Math.abs(x);
   return size >= 1e5 || size < 1e-3 ? x.toExponential(1) : String(Number(x.toPrecision(3)));
 };
 
-function loss(isExact, error) {
+function errorText(isExact, error) {
   if (isExact) return "exact";
-  return error === null ? "not known" : percent(error);
+  return error === null ? "unknown" : percent(error);
 }
 
-const kind = (tensor) => tensor.codec.split("(")[0];
+const codecName = (tensor) => tensor.codec.split("(")[0];
 
-const own = (variant) => variant.tensors.filter((tensor) => tensor.codec !== "tied");
+const untied = (variant) => variant.tensors.filter((tensor) => tensor.codec !== "tied");
 
-// Codecs keep their colour through all variants of a page.
+// A codec has the same colour in all variants.
 const hues = new Map();
 
 function hue(name) {
@@ -59,7 +59,7 @@ function hue(name) {
   return hues.get(name);
 }
 
-function choice(label, options, chosen, pick) {
+function buttonGroup(label, options, chosen, pick) {
   const group = h("div", { class: "choice", role: "group", "aria-label": label });
   for (const option of options) {
     const button = h("button", { type: "button", "aria-pressed": String(option === chosen) }, option);

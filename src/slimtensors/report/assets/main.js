@@ -1,4 +1,4 @@
-// Puts the page together, and again when another variant is chosen.
+// Draws the page, and redraws it when another variant is chosen.
 
 const report = JSON.parse($("data").textContent);
 let chosen = Math.max(0, report.variants.findIndex((variant) => !variant.is_exact || variant.stored_bytes < variant.dense_bytes));
@@ -8,9 +8,9 @@ function headline(variant) {
   const share = variant.dense_bytes ? Math.min(1, variant.stored_bytes / variant.dense_bytes) : 1;
   const isLoss = !variant.is_exact;
   const figures = [
-    ["smaller", times(variant.dense_bytes, variant.stored_bytes)],
+    ["smaller", ratio(variant.dense_bytes, variant.stored_bytes)],
     ["bits per weight", bits(variant.stored_bytes, variant.items).toFixed(2)],
-    [isLoss ? "error, RMS" : "every bit", loss(variant.is_exact, variant.error), isLoss],
+    [isLoss ? "error, RMS" : "lossless", errorText(variant.is_exact, variant.error), isLoss],
     ["weights", variant.items.toLocaleString("en")],
     ["tensors", variant.tensors.length.toLocaleString("en")],
   ];
@@ -18,7 +18,7 @@ function headline(variant) {
   return [
     h(
       "div",
-      { class: "sizes", "aria-label": `${bytes(variant.dense_bytes)} became ${bytes(variant.stored_bytes)}` },
+      { class: "sizes", "aria-label": `${bytes(variant.dense_bytes)} to ${bytes(variant.stored_bytes)}` },
       h("span", { class: "before" }, bytes(variant.dense_bytes)),
       h("span", { class: "arrow" }, "→"),
       h("span", { class: "after" }, bytes(variant.stored_bytes)),
@@ -50,7 +50,7 @@ function drawTop(variant) {
   const bar = h("nav", { class: "jump", "aria-label": "Sections" }, links, picker);
   document.querySelector(".jump")?.remove();
   $("main").prepend(bar);
-  $("bottom").textContent = `slimtensors ${report.writer} · ${when} UTC · this page holds all of its data and asks nobody for more`;
+  $("bottom").textContent = `slimtensors ${report.writer} · ${when} UTC · self-contained page, no network access`;
 }
 
 function drawVariants() {
@@ -64,16 +64,16 @@ function drawVariants() {
     { class: "pick", tabindex: "0", "aria-selected": String(i === chosen), onclick: () => choose(i), onkeydown: (event) => { if (event.key === "Enter") choose(i); } },
     h("td", { class: "text" }, variant.name),
     h("td", {}, bytes(variant.stored_bytes)),
-    h("td", { class: "wide" }, times(variant.dense_bytes, variant.stored_bytes)),
+    h("td", { class: "wide" }, ratio(variant.dense_bytes, variant.stored_bytes)),
     h("td", { class: "wide" }, bits(variant.stored_bytes, variant.items).toFixed(2)),
     measured.map((key) => h("td", { class: key === "perplexity" ? "" : "wide" }, key in variant.measured ? write[key](variant.measured[key]) : "–")),
-    h("td", { class: variant.is_exact ? "" : "loss" }, loss(variant.is_exact, variant.error)),
+    h("td", { class: variant.is_exact ? "" : "loss" }, errorText(variant.is_exact, variant.error)),
   ));
   const wide = (name) => (["smaller", "bits", "save", "load"].includes(name) ? "wide" : "");
   const table = h("table", { id: "variant-table" }, h("thead", {}, h("tr", {}, head.map((name, i) => h("th", { scope: "col", class: i ? wide(name) : "text" }, name)))), h("tbody", {}, rows));
-  const plot = ratePlot(report, chosen, choose);
+  const plot = drawRatePlot(report, chosen, choose);
   const boxed = h("div", { class: "card scroll" }, table);
-  section("variants", "Variants", "The same model, stored in different ways. Choose one to see it below.", plot ? h("div", { class: "pair" }, boxed, plot) : boxed);
+  section("variants", "Variants", "The same model in different formats. Choose one to see its details below.", plot ? h("div", { class: "pair" }, boxed, plot) : boxed);
 }
 
 function choose(i) {
@@ -88,12 +88,12 @@ function draw() {
   const variant = report.variants[chosen];
   drawVariants();
   drawRecipe(report.recipe);
-  drawChain(report.checkpoints);
+  drawCheckpoints(report.checkpoints);
   if (variant) {
     const open = (tensor) => openDetail(report, variant, tensor);
     redraw = drawBytes(variant, open);
     drawLayers(variant, open);
-    drawSpread(variant);
+    drawHistograms(variant);
     drawTensors(variant, open);
   }
   drawTop(variant);

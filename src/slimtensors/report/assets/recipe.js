@@ -1,4 +1,4 @@
-// What a recipe did: to the model as a whole, by training, and layer by layer.
+// The report of a recipe: quality of the model, training stages, and changes by layer.
 
 function drawRecipe(recipe) {
   if (!recipe) return;
@@ -23,32 +23,32 @@ function drawRecipe(recipe) {
     "Recipe",
     about ? `${about}.` : "",
     h("dl", { class: "figures" }, figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-    stages.length ? trainedTable(stages) : null,
+    stages.length ? stageTable(stages) : null,
     steps.some((step) => step.layers.length) ? changesTable(recipe) : null,
     notes.length ? h("ul", { class: "notes" }, notes.map((note) => h("li", {}, note))) : null,
   );
 }
 
-function trainedTable(stages) {
+function stageTable(stages) {
   const rows = stages.map((stage) => [stage.name, stage.steps.toLocaleString("en"), number(stage.loss, 4), seconds(stage.seconds)]);
-  return recipeTable([["stage"], ["steps"], ["loss", "The mean of all steps"], ["time"]], rows, 1);
+  return recipeTable([["stage"], ["steps"], ["loss", "Mean of all steps"], ["time"]], rows, 1);
 }
 
 function changesTable(recipe) {
-  const became = new Map(recipe.layers.map((layer) => [layer.name, layer]));
+  const states = new Map(recipe.layers.map((layer) => [layer.name, layer]));
   const head = [
     ["layer"],
     ["modifier"],
-    ["method", "What did it, perhaps after falling back"],
-    ["error", "Square error of outputs, relative, on what was seen"],
-    ["plain error", "The same by rounding to nearest, or pruning by magnitude"],
-    ["cosine", "Of outputs before and after"],
-    ["zeros", "Share of zeros in the end"],
-    ["bits", "Per weight, in the end"],
+    ["method", "Method used, which may be a fallback"],
+    ["error", "Relative squared error of the outputs on the calibration data"],
+    ["plain error", "The same error with rounding to nearest or magnitude pruning"],
+    ["cosine", "Cosine similarity of the outputs before and after"],
+    ["zeros", "Zeros in the result"],
+    ["bits", "Bits per weight in the result; ~ is an estimate"],
     ["time"],
   ];
   const rows = recipe.steps.flatMap((step) => step.layers.map((layer) => {
-    const state = became.get(layer.name);
+    const state = states.get(layer.name);
     return [
       layer.name, step.modifier, layer.method,
       share(layer.error), share(layer.nearest_error), number(layer.cosine, 5),
@@ -58,10 +58,10 @@ function changesTable(recipe) {
   return recipeTable(head, rows, 3);
 }
 
-function recipeTable(head, rows, texts) {
-  const place = (i) => (i < texts ? "text" : "");
-  const titles = head.map(([name, about], i) => h("th", { scope: "col", class: place(i), title: about }, name));
-  const lines = rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: place(i) }, cell))));
+function recipeTable(head, rows, textColumns) {
+  const cellClass = (i) => (i < textColumns ? "text" : "");
+  const titles = head.map(([name, about], i) => h("th", { scope: "col", class: cellClass(i), title: about }, name));
+  const lines = rows.map((row) => h("tr", {}, row.map((cell, i) => h("td", { class: cellClass(i) }, cell))));
   return h("div", { class: "card scroll tall", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, lines)));
 }
 

@@ -1,4 +1,4 @@
-// The shape of a model, told by the names of its tensors.
+// The module tree of a model, derived from tensor names, and the layout of the treemap.
 
 function moduleTree(tensors) {
   const root = { name: "", path: "", dense: 0, stored: 0, children: new Map(), tensor: null };
@@ -19,28 +19,29 @@ function moduleTree(tensors) {
       step.stored += tensor.stored_bytes;
     }
   }
-  return joined(root);
+  return mergeSingleChildren(root);
 }
 
-// A module with a single child is not worth a level of its own.
-function joined(node) {
+// Merges modules that have a single child with that child.
+function mergeSingleChildren(node) {
   let end = node;
   while (end.children.size === 1 && !end.tensor) end = end.children.values().next().value;
   const start = node.path.length - node.name.length;
-  return { ...end, name: end.path.slice(start), children: [...end.children.values()].map(joined) };
+  return { ...end, name: end.path.slice(start), children: [...end.children.values()].map(mergeSingleChildren) };
 }
 
-// Which stack of layers a tensor is in, at which place, and what it is there.
-function placed(name) {
+// Splits `model.layers.3.mlp.weight` into the stack `model.layers`, layer 3 and suffix `mlp.weight`.
+function layerPosition(name) {
   const parts = name.split(".");
   const at = parts.findIndex((part) => /^\d+$/.test(part));
   if (at < 0) return null;
   const before = parts.slice(0, at).join(".");
   const after = parts.slice(at + 1).join(".");
-  return { layer: Number(parts[at]), what: after || before, stack: before };
+  return { layer: Number(parts[at]), suffix: after || before, stack: before };
 }
 
-function squarified(items, x, y, width, height, weight) {
+// Divides a rectangle into one per item, with areas by weight and aspect ratios near 1.
+function squarify(items, x, y, width, height, weight) {
   const total = items.reduce((sum, item) => sum + weight(item), 0);
   const result = [];
   if (!total || width <= 0 || height <= 0) return result;
@@ -55,26 +56,26 @@ function squarified(items, x, y, width, height, weight) {
     let worst = Infinity;
     while (end < areas.length) {
       const next = sum + areas[end].area;
-      const thick = next / side;
-      const ratio = Math.max(areas[start].area / thick ** 2, thick ** 2 / areas[end].area);
+      const thickness = next / side;
+      const ratio = Math.max(areas[start].area / thickness ** 2, thickness ** 2 / areas[end].area);
       if (ratio > worst) break;
       worst = ratio;
       sum = next;
       end += 1;
     }
-    const thick = sum / side;
-    let along = 0;
+    const thickness = sum / side;
+    let offset = 0;
     for (const { item, area } of areas.slice(start, end)) {
-      const length = area / thick;
+      const length = area / thickness;
       result.push(
         width >= height
-          ? { item, x, y: y + along, width: thick, height: length }
-          : { item, x: x + along, y, width: length, height: thick },
+          ? { item, x, y: y + offset, width: thickness, height: length }
+          : { item, x: x + offset, y, width: length, height: thickness },
       );
-      along += length;
+      offset += length;
     }
-    if (width >= height) [x, width] = [x + thick, width - thick];
-    else [y, height] = [y + thick, height - thick];
+    if (width >= height) [x, width] = [x + thickness, width - thickness];
+    else [y, height] = [y + thickness, height - thickness];
     start = end;
   }
   return result;

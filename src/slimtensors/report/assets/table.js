@@ -1,24 +1,24 @@
-// All tensors. Only the rows in sight exist, so thousands cost no more than a few.
+// The table of all tensors. Only visible rows are in the DOM, so thousands of tensors stay fast.
 
 const ROW = 32;
 const COLUMNS = [
-  { title: "tensor", of: (t) => t.name, show: (t) => t.name, isText: true, isName: true, width: "auto" },
-  { title: "dtype", of: (t) => t.dtype, show: (t) => t.dtype, isText: true, isExtra: true, width: "84px" },
-  { title: "shape", of: items, show: (t) => t.shape.join("×") || "scalar", isWide: true, width: "108px" },
-  { title: "codec", of: (t) => t.codec, show: (t) => (t.codec === "tied" ? t.note : t.codec), isText: true, isWide: true, width: "14%" },
-  { title: "dense", of: (t) => t.dense_bytes, show: (t) => bytes(t.dense_bytes), isExtra: true, width: "82px" },
-  { title: "stored", of: (t) => t.stored_bytes, show: (t) => bytes(t.stored_bytes), width: "82px" },
-  { title: "bits", of: perItem, show: (t) => perItem(t).toFixed(2), width: "64px", about: "Bits per weight" },
+  { title: "tensor", value: (t) => t.name, show: (t) => t.name, isText: true, isName: true, width: "auto" },
+  { title: "dtype", value: (t) => t.dtype, show: (t) => t.dtype, isText: true, isExtra: true, width: "84px" },
+  { title: "shape", value: items, show: (t) => t.shape.join("×") || "scalar", isWide: true, width: "108px" },
+  { title: "codec", value: (t) => t.codec, show: (t) => (t.codec === "tied" ? t.note : t.codec), isText: true, isWide: true, width: "14%" },
+  { title: "dense", value: (t) => t.dense_bytes, show: (t) => bytes(t.dense_bytes), isExtra: true, width: "82px" },
+  { title: "stored", value: (t) => t.stored_bytes, show: (t) => bytes(t.stored_bytes), width: "82px" },
+  { title: "bits", value: perItem, show: (t) => perItem(t).toFixed(2), width: "64px", about: "Bits per weight" },
   {
-    title: "bound", of: (t) => t.bound ?? -1, show: (t) => (t.bound === null ? "" : t.bound.toFixed(2)),
+    title: "bound", value: (t) => t.bound ?? -1, show: (t) => (t.bound === null ? "" : t.bound.toFixed(2)),
     isExtra: true, width: "70px", about: "Order-0 entropy, bits per weight",
   },
-  { title: "error", of: (t) => t.error ?? 0, show: (t) => (t.codec === "tied" ? "" : loss(t.is_exact, t.error)), width: "92px", about: "RMS, relative to the tensor" },
-  { title: "zeros", of: (t) => t.sparsity, show: (t) => percent(t.sparsity), isWide: true, width: "74px", about: "Share of zeros" },
+  { title: "error", value: (t) => t.error ?? 0, show: (t) => (t.codec === "tied" ? "" : errorText(t.is_exact, t.error)), width: "92px", about: "Relative RMS error" },
+  { title: "zeros", value: (t) => t.sparsity, show: (t) => percent(t.sparsity), isWide: true, width: "74px", about: "Zeros" },
 ];
 
-// On small screens, some columns make room for names.
-const hiding = (column) => (column.isWide ? "wide" : column.isExtra ? "wide extra" : "");
+// Some columns are hidden on small screens.
+const columnClass = (column) => (column.isWide ? "wide" : column.isExtra ? "wide extra" : "");
 
 function items(tensor) {
   return tensor.shape.reduce((a, b) => a * b, 1);
@@ -34,16 +34,16 @@ function drawTensors(variant, openTensor) {
   let active = 0;
 
   const search = h("input", { type: "search", placeholder: "Search names and codecs", "aria-label": "Search tensors" });
-  const codecs = [...new Set(variant.tensors.map(kind))].sort();
-  const only = h("select", { "aria-label": "Codec" }, h("option", { value: "" }, "every codec"), codecs.map((name) => h("option", { value: name }, name)));
+  const codecs = [...new Set(variant.tensors.map(codecName))].sort();
+  const codecSelect = h("select", { "aria-label": "Codec" }, h("option", { value: "" }, "all codecs"), codecs.map((name) => h("option", { value: name }, name)));
   const found = h("output", { "aria-live": "polite" });
   const heads = COLUMNS.map((column) => h(
     "th",
-    { scope: "col", class: [column.isText ? "text" : "", hiding(column)].join(" ") },
+    { scope: "col", class: [column.isText ? "text" : "", columnClass(column)].join(" ") },
     h("button", { type: "button", title: column.about ?? false, onclick: () => sortBy(column) }, column.title),
   ));
   const body = h("tbody");
-  const columns = COLUMNS.map((column) => h("col", { class: hiding(column) || (column.isText ? "" : "number"), vars: { "--width": column.width } }));
+  const columns = COLUMNS.map((column) => h("col", { class: columnClass(column) || (column.isText ? "" : "number"), vars: { "--width": column.width } }));
   const table = h("table", { "aria-label": "Tensors" }, h("colgroup", {}, columns), h("thead", {}, h("tr", {}, heads)), body);
   const box = h("div", { class: "card long", tabindex: "-1" }, table);
 
@@ -54,18 +54,18 @@ function drawTensors(variant, openTensor) {
 
   function update() {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const wanted = (t) => words.every((word) => `${t.name} ${t.codec} ${t.dtype}`.toLowerCase().includes(word));
-    shown = variant.tensors.filter((t) => (!only.value || kind(t) === only.value) && wanted(t));
+    const matches = (t) => words.every((word) => `${t.name} ${t.codec} ${t.dtype}`.toLowerCase().includes(word));
+    shown = variant.tensors.filter((t) => (!codecSelect.value || codecName(t) === codecSelect.value) && matches(t));
     const { column, sign } = sorted;
-    const keyed = shown.map((tensor) => ({ tensor, key: column.of(tensor) }));
-    keyed.sort((a, b) => sign * (column.isText ? compared.compare(a.key, b.key) : a.key - b.key));
+    const keyed = shown.map((tensor) => ({ tensor, key: column.value(tensor) }));
+    keyed.sort((a, b) => sign * (column.isText ? collator.compare(a.key, b.key) : a.key - b.key));
     shown = keyed.map((one) => one.tensor);
     heads.forEach((head, i) => {
       if (COLUMNS[i] === column) head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
       else head.removeAttribute("aria-sort");
     });
     const sum = shown.reduce((total, tensor) => total + tensor.stored_bytes, 0);
-    found.textContent = `${counted(shown.length, "tensor")}, ${bytes(sum)}`;
+    found.textContent = `${count(shown.length, "tensor")}, ${bytes(sum)}`;
     table.setAttribute("aria-rowcount", String(shown.length + 1));
     active = 0;
     box.scrollTop = 0;
@@ -78,16 +78,16 @@ function drawTensors(variant, openTensor) {
     const hadFocus = body.contains(document.activeElement);
     const rows = shown.slice(first, last).map((tensor, i) => row(tensor, first + i));
     body.replaceChildren(spacer(first), ...rows, spacer(shown.length - last));
-    const reachable = body.querySelector(`[aria-rowindex="${active + 2}"]`) ?? rows[0];
-    reachable?.setAttribute("tabindex", "0");
-    if (hadFocus) (reachable ?? box).focus({ preventScroll: true });
+    const focusable = body.querySelector(`[aria-rowindex="${active + 2}"]`) ?? rows[0];
+    focusable?.setAttribute("tabindex", "0");
+    if (hadFocus) (focusable ?? box).focus({ preventScroll: true });
   }
 
   function row(tensor, i) {
     const cells = COLUMNS.map((column) => h(
       "td",
       {
-        class: [column.isText && "text", column.isName && "name", hiding(column), column.title === "error" && tensor.is_exact === false && "loss"].filter(Boolean).join(" "),
+        class: [column.isText && "text", column.isName && "name", columnClass(column), column.title === "error" && tensor.is_exact === false && "loss"].filter(Boolean).join(" "),
         title: column.isText ? column.show(tensor) : false,
       },
       column.isName ? h("bdi", {}, column.show(tensor)) : column.show(tensor),
@@ -128,13 +128,13 @@ function drawTensors(variant, openTensor) {
       moveTo(0);
     }
   });
-  only.addEventListener("change", update);
-  let isDue = false;
+  codecSelect.addEventListener("change", update);
+  let isScheduled = false;
   box.addEventListener("scroll", () => {
-    if (isDue) return;
-    isDue = true;
+    if (isScheduled) return;
+    isScheduled = true;
     requestAnimationFrame(() => {
-      isDue = false;
+      isScheduled = false;
       draw();
     });
   });
@@ -143,13 +143,13 @@ function drawTensors(variant, openTensor) {
     "tensors",
     "Tensors",
     "Choose one to see its plan and parts; arrow keys move, Enter opens, Escape closes.",
-    h("div", { class: "tools" }, search, only, found),
+    h("div", { class: "tools" }, search, codecSelect, found),
     box,
   );
   update();
 }
 
-const compared = new Intl.Collator("en", { numeric: true });
+const collator = new Intl.Collator("en", { numeric: true });
 
 function spacer(count) {
   return h("tr", { class: "spacer", "aria-hidden": "true" }, h("td", { vars: { height: `${Math.max(0, count) * ROW}px` } }));
