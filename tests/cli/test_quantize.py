@@ -208,7 +208,7 @@ def test_too_little_data_is_logged_and_empty_data_refused_first(folders, tmp_pat
     nowhere = tmp_path / "nowhere"
     with pytest.raises(ConfigError, match="data is empty"):
         calibrate_folder(nowhere, out, config, [])
-    with pytest.raises(ConfigError, match="evaluate goes with oneshot"):
+    with pytest.raises(ConfigError, match="evaluate; use oneshot"):
         calibrate_folder(nowhere, out, config, ["w1"], calibration=Calibration(evaluate=["w1"]))
 
 
@@ -389,7 +389,7 @@ def test_calibration_without_a_tokenizer_or_a_token_is_refused(tmp_path, capsys)
     text.write_text("w1 w2")
     words = ["compress", source, "--quantize", "W4A16", "--calibration", text]
     assert run(*words, "-o", tmp_path / "out") == 2
-    assert f"{source}: has no tokenizer" in capsys.readouterr().err
+    assert f"{source}: calibration needs a tokenizer" in capsys.readouterr().err
     text.write_text("  \n")
     _tokenizer().save_pretrained(source)
     assert run(*words, "-o", tmp_path / "out") == 2

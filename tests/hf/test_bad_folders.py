@@ -1,4 +1,4 @@
-"""Folders that cannot be loaded say which file, and what to do."""
+"""Errors for folders that cannot be loaded name the file and the solution."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from slimtensors.errors import (
 )
 from slimtensors.folder.compress import compress_folder
 from slimtensors.folder.delta import diff_folder
-from slimtensors.transformers.quantizer import SlimConfig, SlimQuantizer
+from slimtensors.transformers.loading import SlimConfig, SlimQuantizer
 from slimtensors.transformers.saving import enable
 
 
@@ -39,7 +39,7 @@ def second_shard(folder):
     return sorted(folder.glob("*.safetensors"))[1]
 
 
-def refused(folder, error, message):
+def load_error(folder, error, message):
     with pytest.raises(error, match=message) as found:
         AutoModelForCausalLM.from_pretrained(folder)
     return str(found.value)
@@ -48,14 +48,16 @@ def refused(folder, error, message):
 def test_a_missing_shard_is_named(folder):
     shard = second_shard(folder)
     shard.unlink()
-    assert shard.name in refused(folder, CorruptFileError, "is missing.* get the folder again")
+    assert shard.name in load_error(
+        folder, CorruptFileError, "listed in the index but not found; download"
+    )
 
 
 @pytest.mark.parametrize("left", [0, 5, 300, -1])
 def test_a_truncated_shard_is_named(folder, left):
     shard = second_shard(folder)
     shard.write_bytes(shard.read_bytes()[:left])
-    assert shard.name in refused(folder, CorruptFileError, r"\w")
+    assert shard.name in load_error(folder, CorruptFileError, r"\w")
 
 
 def test_damage_inside_a_tensor_is_named_with_the_tensor(folder):
@@ -65,48 +67,50 @@ def test_damage_inside_a_tensor_is_named_with_the_tensor(folder):
     data = bytearray((folder / shard).read_bytes())
     data[-40] ^= 1
     (folder / shard).write_bytes(data)
-    message = refused(folder, CorruptFileError, "checksum differs")
+    message = load_error(folder, CorruptFileError, "checksum differs")
     assert shard in message
     assert "weight" in message
 
 
 def test_a_config_of_a_newer_format_asks_for_an_upgrade(folder):
     edit_section(folder, version=99, future=True)
-    refused(folder, UnsupportedVersionError, "version 99.*upgrade slimtensors")
+    load_error(folder, UnsupportedVersionError, "version 99.*upgrade slimtensors")
 
 
-def test_a_config_with_an_unknown_key_is_refused(folder):
+def test_a_config_with_an_unknown_key_is_load_error(folder):
     edit_section(folder, presett="lossless")
-    refused(folder, ConfigError, "'presett'; did you mean 'preset'")
+    load_error(folder, ConfigError, "'presett'; did you mean 'preset'")
 
 
-def test_weights_that_were_quantized_before_are_left_to_their_loader(folder):
+def test_weights_quantized_by_another_method_are_refused(folder):
     edit_section(folder, before={"quantization_config": {"quant_method": "gptq"}})
-    refused(folder, ConfigError, "gptq.*slimtensors decompress")
+    load_error(folder, ConfigError, "gptq.*slimtensors decompress")
 
 
-def test_a_delta_is_no_model(folder, tmp_path):
+def test_a_delta_does_not_load_as_a_model(folder, tmp_path):
     compress_folder(folder, tmp_path / "new")
     diff_folder(tmp_path / "new", folder, tmp_path / "delta")
-    refused(tmp_path / "delta", ConfigError, "restore it")
+    load_error(tmp_path / "delta", ConfigError, "restore it")
 
 
-def test_compressed_weights_are_not_looked_for_in_pickles(folder):
+def test_compressed_weights_are_not_read_from_pickles(folder):
     for shard in folder.glob("*.safetensors*"):
         shard.unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    refused(folder, ConfigError, r"pytorch_model.bin: compressed weights are in .safetensors files")
+    load_error(
+        folder, ConfigError, r"pytorch_model.bin: compressed weights must be .safetensors files"
+    )
 
 
-def test_the_config_is_no_way_to_compress(tmp_path):
+def test_a_config_cannot_compress_a_dense_folder(tmp_path):
     bert().save_pretrained(tmp_path / "dense")
     llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ConfigError, match=r"load it plainly, then .*enable"):
+    with pytest.raises(ConfigError, match=r"load the model without it, then .*enable"):
         LlamaForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=SlimConfig())
 
 
-def test_a_dtype_that_nobody_named_is_asked_for():
-    """transformers guesses from the first tensor, and that may be compressed bytes."""
+def test_a_missing_dtype_is_an_error():
+    """transformers infers the dtype from the first tensor, which may be compressed bytes."""
     with pytest.raises(ConfigError, match="pass dtype="):
         SlimQuantizer(SlimConfig()).update_dtype(torch.uint8)
     assert SlimQuantizer(SlimConfig(dtype="float16")).update_dtype(torch.uint8) is torch.float16
@@ -140,7 +144,7 @@ def test_without_our_import_no_folder_loads(tmp_path):
     assert done.stdout.split("\n")[:-1] == ["refused: RuntimeError"] * len(folders)
 
 
-def test_a_missing_transformers_is_asked_for():
+def test_a_missing_transformers_is_an_error_with_the_install_line():
     hide = "import sys; sys.modules['transformers'] = None; import slimtensors.transformers"
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
     assert MissingDependencyError.__name__ in done.stderr

@@ -32,7 +32,7 @@ def stored(model, folder, preset="lossless", **options):
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_kind_of_model_loads_as_it_was(tmp_path, kind, preset):
+def test_every_kind_of_model_loads_unchanged(tmp_path, kind, preset):
     make, inputs = MODELS[kind]
     model = make()
     dense, small = stored(model, tmp_path, preset)
@@ -85,13 +85,13 @@ def test_a_head_loads_on_the_checkpoint_of_a_base_model(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, "auto", "bfloat16"])
-def test_floats_become_the_dtype_that_was_asked_for(tmp_path, dtype):
+def test_floats_are_cast_to_the_requested_dtype(tmp_path, dtype):
     dense, small = stored(llama(dtype=torch.bfloat16), tmp_path)
     want = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype)
     assert same_weights(AutoModelForCausalLM.from_pretrained(small, dtype=dtype), want)
 
 
-def test_weights_that_a_model_keeps_in_float32_stay_so(tmp_path):
+def test_weights_that_a_model_keeps_in_float32_stay_float32(tmp_path):
     dense, small = stored(t5(), tmp_path)
     want = T5ForConditionalGeneration.from_pretrained(dense, dtype=torch.float16)
     assert len({weight.dtype for weight in want.parameters()}) == 2
@@ -99,7 +99,7 @@ def test_weights_that_a_model_keeps_in_float32_stay_so(tmp_path):
     assert same_weights(have, want)
 
 
-def test_the_dtype_is_known_where_config_json_does_not_say_it(tmp_path):
+def test_the_dtype_is_found_without_config_json(tmp_path):
     dense, small = stored(llama(dtype=torch.bfloat16), tmp_path)
     for folder in (dense, small):
         text = (folder / "config.json").read_text().replace('  "dtype": "bfloat16",\n', "", 1)
@@ -159,13 +159,13 @@ def test_a_hub_cache_loads(tmp_path, monkeypatch):
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 
-def test_weights_of_a_wrong_shape_stop_the_loading(tmp_path, caplog):
+def test_weights_of_another_shape_are_an_error(tmp_path, caplog):
     _, small = stored(bert(), tmp_path)
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="mismatched_sizes"):
         AutoModelForSequenceClassification.from_pretrained(small, num_labels=7)
 
 
-def test_weights_of_a_wrong_shape_are_made_anew_on_request(tmp_path):
+def test_weights_of_another_shape_are_initialized_on_request(tmp_path):
     model = bert()
     _, small = stored(model, tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(
@@ -175,7 +175,7 @@ def test_weights_of_a_wrong_shape_are_made_anew_on_request(tmp_path):
     assert same_weights(loaded.bert, model.bert)
 
 
-def test_weights_brought_by_the_caller_are_taken(tmp_path):
+def test_a_state_dict_of_the_caller_is_used(tmp_path):
     model = llama()
     _, small = stored(model, tmp_path)
     config = AutoModelForCausalLM.from_pretrained(small).config
@@ -203,7 +203,7 @@ def test_decompressing_a_folder_gives_back_the_dense_one(tmp_path):
     assert (dense / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
 
 
-def test_a_class_that_has_no_use_for_the_weights_is_told_so(tmp_path):
+def test_a_class_that_uses_no_weight_is_an_error(tmp_path):
     _, small = stored(llama(), tmp_path)
     with pytest.raises(slimtensors.errors.MismatchError, match=r"small: none of its .* BertModel"):
         BertModel.from_pretrained(small)

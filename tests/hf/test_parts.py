@@ -40,7 +40,7 @@ def make_foreign(folder, *, short_names, config):
 
 @pytest.mark.parametrize("make", [llama, mixtral])
 @pytest.mark.parametrize("shards", ["50GB", "60kB"])
-def test_folders_of_ours_in_parts_load(tmp_path, make, shards):
+def test_sparse_folders_in_parts_load(tmp_path, make, shards):
     model = make()
     folder = sparse_folder(model, tmp_path, shards=shards)
     loaded, info = SparseAutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -78,7 +78,7 @@ def test_folders_of_every_release_load(tmp_path, make, short_names, config):
     assert same_weights(loaded, model)
 
 
-def test_they_are_saved_again_as_sparse_folders_of_ours(tmp_path):
+def test_sparse_folders_in_parts_are_saved_in_the_slim_dialect(tmp_path):
     model = llama()
     loaded = SparseAutoModelForCausalLM.from_pretrained(sparse_folder(model, tmp_path))
     loaded.save_pretrained(tmp_path / "again")
@@ -92,7 +92,7 @@ def test_options_reach_the_model_and_its_config(tmp_path):
     assert loaded.config.use_cache is False
 
 
-def test_a_plain_folder_is_loaded_as_ever(tmp_path):
+def test_a_dense_folder_loads(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "dense")
     loaded = SparseAutoModelForCausalLM.from_pretrained(

@@ -21,7 +21,7 @@ def minilm():
     return found.parent
 
 
-def test_minilm_loads_and_saves_itself_without_loss(minilm, tmp_path):
+def test_minilm_loads_and_saves_without_loss(minilm, tmp_path):
     compress_folder(minilm, tmp_path / "small", preset="lossless")
     assert sizes(tmp_path / "small") < 0.9 * sizes(minilm)
     model = AutoModel.from_pretrained(tmp_path / "small")

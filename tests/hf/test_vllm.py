@@ -137,18 +137,20 @@ def vllm(monkeypatch):
 
 
 class Fused(nn.Module):
-    """Takes the names of the hub and fuses what it wants, as vLLM's models do."""
+    """Take names of the hub and fuse some weights, as models of vLLM do."""
 
-    def __init__(self, wanted):
+    def __init__(self, expected):
         super().__init__()
-        self.wanted = wanted
-        self.both = nn.Parameter(torch.empty(2, *wanted["model.layers.0.mlp.up_proj.weight"].shape))
-        self.head = nn.Parameter(torch.empty_like(wanted["lm_head.weight"]))
+        self.expected = expected
+        self.both = nn.Parameter(
+            torch.empty(2, *expected["model.layers.0.mlp.up_proj.weight"].shape)
+        )
+        self.head = nn.Parameter(torch.empty_like(expected["lm_head.weight"]))
 
     def load_weights(self, weights):
         loaded = set()
         for name, x in weights:
-            assert same_bits(x, self.wanted.pop(name)), name
+            assert same_bits(x, self.expected.pop(name)), name
             for i, part in enumerate(("gate_proj", "up_proj")):
                 if name == f"model.layers.0.mlp.{part}.weight":
                     self.both.data[i] = x
@@ -159,8 +161,8 @@ class Fused(nn.Module):
         return loaded
 
 
-def load(folder, wanted):
-    config = SimpleNamespace(model=str(folder), revision=None, make=lambda: Fused(dict(wanted)))
+def load(folder, expected):
+    config = SimpleNamespace(model=str(folder), revision=None, make=lambda: Fused(dict(expected)))
     loader = LOADERS["slimtensors"](SimpleNamespace(download_dir=None))
     loader.download_model(config)
     return loader.load_model(SimpleNamespace(), config)
@@ -171,17 +173,17 @@ def load(folder, wanted):
 def test_a_folder_is_streamed_into_the_model(vllm, tmp_path, preset, shards):
     model = enable(llama(), preset=preset)
     model.save_pretrained(tmp_path / "small", max_shard_size=shards)
-    wanted = model.state_dict()
-    loaded = load(tmp_path / "small", wanted)
-    assert not loaded.wanted
-    assert same_bits(loaded.both.data[1], wanted["model.layers.0.mlp.up_proj.weight"])
+    expected = model.state_dict()
+    loaded = load(tmp_path / "small", expected)
+    assert not loaded.expected
+    assert same_bits(loaded.both.data[1], expected["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_a_sparse_folder_of_compressed_tensors_is_streamed_too(vllm, tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "dense")
     compress_folder(tmp_path / "dense", tmp_path / "parts", dialect="compressed-tensors")
-    assert not load(tmp_path / "parts", model.state_dict()).wanted
+    assert not load(tmp_path / "parts", model.state_dict()).expected
 
 
 def test_a_folder_that_lacks_a_weight_is_refused(vllm, tmp_path):
@@ -189,13 +191,11 @@ def test_a_folder_that_lacks_a_weight_is_refused(vllm, tmp_path):
     state = model.state_dict()
     del state["lm_head.weight"]
     model.save_pretrained(tmp_path / "small", state_dict=state)
-    with pytest.raises(
-        MismatchError, match="small: has no weights for 1 parameters of Fused: head"
-    ):
+    with pytest.raises(MismatchError, match="small: no weights for 1 parameters of Fused: head"):
         load(tmp_path / "small", model.state_dict())
 
 
-def test_layers_are_told_to_be_ordinary_ones(vllm):
+def test_layers_are_ordinary_ones(vllm):
     method = METHODS["slimtensors"].from_config({"quant_method": "slimtensors", "preset": "sparse"})
     assert method.get_name() == "slimtensors"
     assert torch.bfloat16 in method.get_supported_act_dtypes()

@@ -1,4 +1,4 @@
-"""Models of every kind that transformers loads in its own way, as small as they can be."""
+"""Tiny models of each kind that transformers loads differently."""
 
 import torch
 from strategies import same_bits, same_results

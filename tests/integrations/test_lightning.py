@@ -1,4 +1,4 @@
-"""Lightning with our checkpoints."""
+"""SlimCheckpointIO in Lightning."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_training_goes_on_bit_for_bit(tmp_path):
+def test_a_resumed_run_is_bitwise_equal(tmp_path):
     whole = fit(tmp_path / "a", save_top_k=-1)
     fit(tmp_path / "b", epochs=3, save_top_k=-1)
     resumed = fit(tmp_path / "b", resume=tmp_path / "b" / "epoch=2.ckpt", save_top_k=-1)
@@ -69,7 +69,7 @@ def test_training_goes_on_bit_for_bit(tmp_path):
     assert verify_run(tmp_path / "b")
 
 
-def test_removing_waits_for_those_that_need_it(tmp_path):
+def test_a_checkpoint_that_others_need_is_not_removed(tmp_path):
     fit(tmp_path, save_top_k=1, save_last=True)
     found = {point.name: point.manifest for point in points(tmp_path)}
     assert {"epoch=5.ckpt", "last.ckpt"} <= found.keys()
@@ -79,7 +79,7 @@ def test_removing_waits_for_those_that_need_it(tmp_path):
     assert load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 24
 
 
-def test_a_base_goes_with_the_last_that_needs_it(tmp_path, monkeypatch):
+def test_a_base_is_removed_with_the_last_checkpoint_that_needs_it(tmp_path, monkeypatch):
     monkeypatch.setattr("slimtensors.checkpoint.run._MAX_DELTA_RATIO", 10.0)
     plugin = SlimCheckpointIO()
     state = {"state_dict": {"w": torch.randn(64, 64)}, "global_step": 0}
@@ -96,10 +96,10 @@ def test_a_base_goes_with_the_last_that_needs_it(tmp_path, monkeypatch):
     assert names(tmp_path) == ["0.ckpt", "2.ckpt"]
     plugin.remove_checkpoint(tmp_path / "2.ckpt")
     assert names(tmp_path) == []
-    plugin.remove_checkpoint(tmp_path / "2.ckpt")  # gone already
+    plugin.remove_checkpoint(tmp_path / "2.ckpt")  # already removed
 
 
-def test_the_same_name_is_replaced_and_devices_are_devices(tmp_path):
+def test_checkpoints_of_the_same_name_are_replaced(tmp_path):
     plugin = SlimCheckpointIO(base=None)
     for step in range(2):
         plugin.save_checkpoint({"global_step": step, "x": torch.ones(2)}, tmp_path / "last.ckpt")

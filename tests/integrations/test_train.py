@@ -1,4 +1,4 @@
-"""Training by a recipe: masks, teachers, stages, resuming, and what is written."""
+"""Training by a recipe: masks, teachers, stages, resuming, and the written files."""
 
 import json
 from copy import deepcopy
@@ -31,7 +31,7 @@ from slimtensors.recipe import (
 from slimtensors.recipe.training import divergence
 from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 from slimtensors.transformers.data import Examples, calibration_batches
-from slimtensors.transformers.stage import DistillingTrainer, Lesson
+from slimtensors.transformers.stage import DistillationTrainer
 from slimtensors.transformers.train import train
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
@@ -41,7 +41,7 @@ ATTENTION = ["re:.*self_attn"]
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """These models are so small that threads only wait for each other."""
+    """Run on one thread: these models are too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ class Lines(Dataset):
 
 
 class KilledError(Exception):
-    """What ends a process, for a test."""
+    """Stand-in for a killed process."""
 
 
 class KilledLines(Lines):
@@ -110,7 +110,7 @@ def test_a_model_is_trained_pruned_and_written(tmp_path):
     )
     assert zeros(model, "mlp") == pytest.approx(0.9, abs=1e-3)
     assert zeros(model, "self_attn") == pytest.approx(0.5, abs=1e-3)
-    assert zeros(model, "lm_head") < 0.5  # nobody asked for these zeros to stay
+    assert zeros(model, "lm_head") < 0.5  # no modifier keeps these zeros
     assert model.config.use_cache
     assert not model.training
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -139,9 +139,9 @@ def test_a_model_is_trained_pruned_and_written(tmp_path):
     ],
     ids=["accumulated", "bf16", "adafactor"],
 )
-def test_masks_hold_however_the_trainer_is_told_to_train(tmp_path, more):
+def test_masks_are_kept_with_all_training_arguments(tmp_path, more):
     before = llama()
-    held = {n: p == 0 for n, p in before.named_parameters() if "proj" in n}
+    masks = {n: p == 0 for n, p in before.named_parameters() if "proj" in n}
     model, _ = train(
         deepcopy(before),
         ConstantPruning(),
@@ -150,18 +150,18 @@ def test_masks_hold_however_the_trainer_is_told_to_train(tmp_path, more):
         training_args=TrainingArguments(output_dir="unused", **options(3, **more)),
     )
     after = dict(model.named_parameters())
-    for name, mask in held.items():
+    for name, mask in masks.items():
         assert same_bits(after[name].detach()[mask], torch.zeros(int(mask.sum())))
         assert int((after[name] == 0).sum()) == int(mask.sum())
     assert not same_weights(model, before)
 
 
-def test_bf16_needs_no_word_about_the_device(tmp_path):
+def test_bf16_needs_no_device_option(tmp_path):
     chosen = {name: x for name, x in options(1, bf16=True).items() if name != "use_cpu"}
     train(llama(), ConstantPruning(), Lines(), output_dir=tmp_path, training_args=chosen)
 
 
-def test_two_stages_keep_what_the_first_has_pruned(tmp_path):
+def test_the_second_stage_keeps_the_masks_of_the_first(tmp_path):
     recipe = """
     sparsity_stage:
       run_type: train
@@ -185,7 +185,7 @@ def test_two_stages_keep_what_the_first_has_pruned(tmp_path):
 
 @pytest.mark.parametrize("structure", ["unstructured", "2:4"])
 @pytest.mark.parametrize("way", ["one stage", "three stages"])
-def test_what_is_pruned_in_one_shot_and_quantized_keeps_its_mask(tmp_path, structure, way):
+def test_masks_are_kept_when_quantizing(tmp_path, structure, way):
     modifiers = [
         SparseGPT(0.5, mask_structure=structure),
         Distillation(),
@@ -221,7 +221,7 @@ CUT = [
 ]
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path):
+def test_a_resumed_run_is_bitwise_equal(tmp_path):
     start = llama(attention_dropout=0.2)
     args = options(40, save_strategy="steps", save_steps=20, lr_scheduler_type="cosine")
     whole, _ = train(
@@ -255,7 +255,9 @@ def test_a_run_goes_on_bit_for_bit(tmp_path):
     assert report.stages[0].loss is None
     assert same_weights(again, whole)
 
-    with pytest.raises(MismatchError, match=r"was trained by another recipe, which recipe\.yaml"):
+    with pytest.raises(
+        MismatchError, match=r"was trained by another recipe; resume with .*recipe\.yaml"
+    ):
         train(
             start,
             ConstantPruning(),
@@ -264,11 +266,11 @@ def test_a_run_goes_on_bit_for_bit(tmp_path):
             training_args=args,
             resume_from_checkpoint=True,
         )
-    with pytest.raises(ConfigError, match="is no checkpoint of a stage"):
+    with pytest.raises(ConfigError, match="is not a checkpoint of a stage"):
         train(start, CUT, Lines(), output_dir=home, resume_from_checkpoint=tmp_path / "elsewhere")
 
 
-def test_a_run_goes_on_in_its_second_stage(tmp_path):
+def test_a_run_resumes_in_its_second_stage(tmp_path):
     stages = Recipe(
         (
             Stage((GradualMagnitudePruning(0.75, targets=MLP),), "first"),
@@ -338,9 +340,9 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "rows"])
-def test_labelled_texts_come_from_files_and_tables(tmp_path, tokenizer, kind):
+def test_labelled_texts_are_read_from_files_and_tables(tmp_path, tokenizer, kind):
     rows = [{"text": "b c d e", "label": 0}, {"text": "f", "label": 2}, {"text": "g", "label": 1}]
-    given = rows if kind == "rows" else tmp_path / f"data.{kind}"
+    dataset = rows if kind == "rows" else tmp_path / f"data.{kind}"
     lines = [json.dumps(row) for row in rows]
     if kind == "csv":
         lines = ["text,label", *(f"{row['text']},LABEL_{row['label']}" for row in rows)]
@@ -348,7 +350,7 @@ def test_labelled_texts_come_from_files_and_tables(tmp_path, tokenizer, kind):
     _, report = train(
         bert(),
         GradualMagnitudePruning(0.8, targets=["re:bert.encoder"]),
-        given,
+        dataset,
         output_dir=tmp_path / "out",
         training_args=options(3),
         tokenizer=tokenizer,
@@ -374,27 +376,28 @@ def test_a_dataloader_is_used_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_teachers_answers_are_mixed_into_the_loss(tmp_path, steps):
+def test_the_teachers_outputs_are_mixed_into_the_loss(tmp_path, steps):
     model, teacher = llama(), llama(layers=1)
-    trainer = DistillingTrainer(
+    trainer = DistillationTrainer(
         model,
         TrainingArguments(str(tmp_path), **options(gradient_accumulation_steps=steps)),
         train_dataset=Lines(),
-        lesson=Lesson(teacher, Distillation(hardness=0.25, temperature=3.0)),
+        teacher=teacher,
+        distillation=Distillation(hardness=0.25, temperature=3.0),
     )
     row = {key: x[None] for key, x in Lines()[0].items()}
-    mine, taught = model(**row), teacher(**row)
-    wanted = 0.75 * mine.loss + 0.25 * divergence(mine.logits, taught.logits, temperature=3)
+    output, target = model(**row), teacher(**row)
+    expected = 0.75 * output.loss + 0.25 * divergence(output.logits, target.logits, temperature=3)
     model.train()
-    torch.testing.assert_close(trainer.compute_loss(model, dict(row)), wanted)
+    torch.testing.assert_close(trainer.compute_loss(model, dict(row)), expected)
     assert trainer.loss_is_scaled_for_ga is False
     model.eval()
-    torch.testing.assert_close(trainer.compute_loss(model, dict(row)), mine.loss)
+    torch.testing.assert_close(trainer.compute_loss(model, dict(row)), output.loss)
     assert not any(p.requires_grad for p in teacher.parameters())
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dataset", "more", "said"),
+    ("recipe", "dataset", "more", "message"),
     [
         (ConstantPruning(["re:nothing"]), Lines(), {}, "re:nothing"),
         (ConstantPruning(), [], {}, "the dataset is empty"),
@@ -404,25 +407,25 @@ def test_the_teachers_answers_are_mixed_into_the_loss(tmp_path, steps):
         (MovementPruning(end=99), Lines(), {}, "ends after 99 epochs, but training lasts 1.5"),
         (MovementPruning(mask_structure="2:4", apply_globally=True), Lines(), {}, "globally"),
         ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by MovementPruning and by"),
-        (ConstantPruning(), ["text"], {}, "text needs a tokenizer"),
+        (ConstantPruning(), ["text"], {}, "texts need a tokenizer"),
         (ConstantPruning(), "no.txt", {}, "no.txt: file not found"),
         ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model can be quantized only once"),
         (Stage((MagnitudePruning(),), run_type="oneshot"), Lines(), {}, "use oneshot"),
-        (Stage((MovementPruning(),), run_type="oneshot"), Lines(), {}, "is to be oneshot"),
+        (Stage((MovementPruning(),), run_type="oneshot"), Lines(), {}, "has run_type oneshot"),
         (
             [Stage((Quantize("W8A16"),), "q"), Stage((ConstantPruning(),), "t")],
             Lines(),
             {},
-            "the stage t comes after q, which quantizes",
+            "stage t follows stage q, which quantizes",
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(tmp_path, recipe, dataset, more, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_arguments_are_refused(tmp_path, recipe, dataset, more, message):
+    with pytest.raises(ConfigError, match=message):
         train(llama(), recipe, dataset, output_dir=tmp_path, training_args=options(**more))
 
 
-def test_there_must_be_something_to_resume_from(tmp_path):
+def test_resuming_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint to resume from"):
         train(llama(), CUT, Lines(), output_dir=tmp_path, resume_from_checkpoint=True)
 
@@ -431,7 +434,7 @@ def test_an_old_run_is_not_overwritten(tmp_path):
     args = options(2, save_strategy="epoch", num_train_epochs=1, max_steps=-1)
     train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
     assert [p.name for p in points(tmp_path / "checkpoints" / "default")] == ["checkpoint-2"]
-    with pytest.raises(ConfigError, match="holds checkpoint-2; resume, or choose"):
+    with pytest.raises(ConfigError, match="already contains checkpoint-2; resume, or choose"):
         train(llama(), ConstantPruning(), Lines(8), output_dir=tmp_path, training_args=args)
 
 
@@ -455,18 +458,20 @@ def test_plain_modules_are_trained_too(tmp_path):
 
 
 class Reviews(Lines):
-    """Rows as tables have them: with a text, a number, and a label for a classifier."""
+    """Rows of a table: a text, a number, and a label for a classifier."""
 
     def __getitem__(self, i):
         ids = super().__getitem__(i)["input_ids"]
         return {"input_ids": ids, "text": f"row {i}", "idx": i, "label": i % 3}
 
 
-def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
-    how = {"max_steps": 1, "save_strategy": "no"}
+def test_columns_that_the_model_does_not_accept_are_ignored(tmp_path):
+    args = {"max_steps": 1, "save_strategy": "no"}
     for rows in (Reviews(), [Reviews()[i] for i in range(8)]):
-        _, report = train(bert(), [SparseGPT(0.5)], rows, output_dir=tmp_path, training_args=how)
+        _, report = train(bert(), [SparseGPT(0.5)], rows, output_dir=tmp_path, training_args=args)
         assert report.steps[0].layers[0].tokens == 12 * len(rows)
     strange = [{"picture": torch.ones(3), "label": 1}]
-    with pytest.raises(ConfigError, match=r"takes input_ids, .*; the data has picture, label"):
+    with pytest.raises(
+        ConfigError, match=r"accepts input_ids, .*; the data has only picture, label"
+    ):
         calibration_batches(Examples(strange), bert(), None)

@@ -1,4 +1,4 @@
-"""transformers' Trainer with our checkpoints."""
+"""SlimCheckpoints in the Trainer of transformers."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Lines(Dataset):
 
 
 class Losses(TrainerCallback):
-    """Notes the loss of each step."""
+    """Record the loss of each step."""
 
     def __init__(self):
         self.seen = {}
@@ -47,7 +47,7 @@ class Losses(TrainerCallback):
 
 
 class Stop(TrainerCallback):
-    """Ends training after a step, as a crash would."""
+    """Stop training after a step."""
 
     def __init__(self, step):
         self.step = step
@@ -86,7 +86,7 @@ def trained(folder, *callbacks, resume=None, **options):
 
 
 @pytest.mark.parametrize("stop", [9, 12])  # in the middle of an epoch, and at its end
-def test_resume_from_checkpoint_goes_on_bit_for_bit(tmp_path, stop):
+def test_a_resumed_run_is_bitwise_equal(tmp_path, stop):
     losses, model = trained(tmp_path / "whole")
     run = tmp_path / "run"
     trained(run, SlimCheckpoints(every=3, keep_last=2), Stop(stop))
@@ -99,7 +99,7 @@ def test_resume_from_checkpoint_goes_on_bit_for_bit(tmp_path, stop):
     assert points(run)[-1].manifest.metrics["loss"] == losses[14]  # the last that was logged
 
 
-def test_a_trainer_that_saves_itself_is_refused(tmp_path):
+def test_other_save_strategies_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="save_strategy='no'"):
         trained(tmp_path, SlimCheckpoints(), save_strategy="steps")
 

@@ -81,5 +81,5 @@ def test_our_tensors_convert_to_torchao(config):
 
 def test_layouts_of_torchao_kernels_raise():
     opaque = type("Int4PreshuffledTensor", (torch.Tensor,), {"__module__": "torchao.quantization"})
-    with pytest.raises(UnsupportedTensorError, match=r"w: a Int4PreshuffledTensor .* dequantize"):
+    with pytest.raises(UnsupportedTensorError, match=r"w: Int4PreshuffledTensor .* dequantize"):
         from_torchao({"w": torch.zeros(2, 2).as_subclass(opaque)})

@@ -275,12 +275,12 @@ def test_padding_and_ignored_labels_are_excluded_from_quality():
 def test_columns_that_the_model_does_not_accept_are_dropped_and_noted():
     rows = [{**batch, "idx": torch.arange(2), "text": ["a", "b"]} for batch in batches()]
     model, report = oneshot(llama(), [SparseGPT(0.5)], rows)
-    assert "the model does not take idx, text: left out" in report.notes
+    assert "columns that the model does not accept are ignored: idx, text" in report.notes
     calibration = Calibration(samples=6, evaluate=rows[:1])
     notes = oneshot(llama(), [SparseGPT(0.5)], batches(), calibration=calibration)[1].notes
     assert list(notes) == [
         "evaluate: 2 samples of calibration data, not 6",
-        "evaluate: the model does not take idx, text: left out",
+        "evaluate: columns that the model does not accept are ignored: idx, text",
     ]
     assert same_weights(model, oneshot(llama(), [SparseGPT(0.5)], batches())[0])
 
@@ -289,7 +289,7 @@ def test_a_model_compressed_in_memory_raises(tmp_path):
     oneshot(llama(), Quantize(config_groups=GROUPS), output_dir=tmp_path)
     model = SparseAutoModelForCausalLM.from_pretrained(tmp_path, run_compressed=True)
     for compressed in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
-        with pytest.raises(ConfigError, match="q_proj: has no plain weight"):
+        with pytest.raises(ConfigError, match="q_proj: the weight is compressed in memory"):
             oneshot(compressed, MagnitudePruning(0.5))
 
 
@@ -409,7 +409,7 @@ def test_missing_data_and_unsupported_models_raise(tmp_path):
         oneshot(llama(), SparseGPT(0.5), [])
     with pytest.raises(ConfigError, match="pass tokenizer"):
         oneshot(llama(), SparseGPT(0.5), TEXT)
-    with pytest.raises(ConfigError, match="is no model of transformers"):
+    with pytest.raises(ConfigError, match="requires a model of transformers"):
         oneshot(nn.Sequential(nn.Linear(8, 8)), MagnitudePruning(0.5), output_dir=tmp_path)
 
 

@@ -128,7 +128,7 @@ def test_padding_is_removed_for_a_model_without_a_mask_argument():
     calibration = Calibration(evaluate=[padded("right")])
     _, report = oneshot(unmasked(), [SparseGPT(0.5)], [padded("right")], calibration=calibration)
     assert {layer.tokens for layer in report.steps[0].layers} == {sum(LENGTHS)}
-    assert "the model does not take attention_mask: left out" in report.notes
+    assert "columns that the model does not accept are ignored: attention_mask" in report.notes
     whole = padded("right")
     items = [{name: x[i] for name, x in whole.items()} for i in range(len(LENGTHS))]
     for collate in (None, lambda rows: torch.utils.data.default_collate(rows)):

@@ -18,7 +18,7 @@ from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig,
 GOLDEN = Path(__file__).parents[1] / "golden" / "compressed_tensors"
 
 
-def test_a_sparse_model_is_saved_by_transformers_and_comes_back(tmp_path):
+def test_a_sparse_model_saved_by_transformers_is_restored(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(write_llama(tmp_path / "model", tied=True))
@@ -43,7 +43,7 @@ def test_a_sparse_model_is_saved_by_transformers_and_comes_back(tmp_path):
     assert "model.layers.0.mlp.up_proj.weight" in info["missing_keys"]
 
 
-def test_what_has_no_place_in_the_format_stays_dense_and_is_named(caplog):
+def test_unsupported_names_stay_dense_with_a_warning(caplog):
     model = nn.Module()
     model.table = nn.Parameter(torch.zeros(8, 64))
     model.layer = nn.Linear(64, 8)
@@ -52,7 +52,7 @@ def test_what_has_no_place_in_the_format_stays_dense_and_is_named(caplog):
     assert "table: stays dense" in caplog.text
 
 
-def test_two_of_four_are_stored_by_half(tmp_path):
+def test_two_of_four_stores_half_of_the_values(tmp_path):
     model = nn.Sequential(nn.Linear(64, 8, bias=False))
     with torch.no_grad():
         model[0].weight.view(-1, 4)[:, :2] = 0
@@ -66,7 +66,7 @@ def test_two_of_four_are_stored_by_half(tmp_path):
 @pytest.mark.parametrize(
     "file", ["0.3.3/bitmask-config", "0.8.1/bitmask-config", "0.14.0.1/24-model-config"]
 )
-def test_configs_of_all_releases_tell_how_zeros_are_stored(file, tmp_path):
+def test_configs_of_all_releases_are_read(file, tmp_path):
     shutil.copy(GOLDEN / f"{file}.json", tmp_path / "config.json")
     found = ModelCompressor.from_pretrained(tmp_path).sparsity_config
     assert found.format == ("sparse-24-bitmask" if "24" in file else "sparse-bitmask")

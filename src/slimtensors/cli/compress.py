@@ -1,7 +1,6 @@
 """`slimtensors compress`: make a file or a model folder smaller."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from slimtensors.archive import Archive, Progress, dialects, estimate, save
@@ -17,7 +16,7 @@ from slimtensors.folder.compress import (
     match_globs,
     restrict_to,
 )
-from slimtensors.folder.convert import Rewrite, convert_folder
+from slimtensors.folder.convert import Rewrite
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import QuantizationConfig
@@ -79,26 +78,16 @@ def run_quantize(
     how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=group)
     if options.calibration is None:
         return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
-    text, method = options.calibration, options.method or "rtn"
-    amount = Calibration(work=options.work)
-    if dialect == "compressed-tensors":
-        return calibrate_folder(
-            options.source,
-            options.output,
-            config,
-            text,
-            method=method,
-            calibration=amount,
-            how=how,
-        )
-    parent = None
-    if "://" not in options.output:
-        parent = Path(options.output).absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        first = Path(folder) / "quantized"
-        calibrate_folder(options.source, first, config, text, method=method, calibration=amount)
-        return convert_folder(first, options.output, to="slim", how=how)
+    return calibrate_folder(
+        options.source,
+        options.output,
+        config,
+        options.calibration,
+        method=options.method or "rtn",
+        calibration=Calibration(work=options.work),
+        dialect=dialect,
+        how=how,
+    )
 
 
 def _config(options: argparse.Namespace) -> QuantizationConfig:

@@ -1,4 +1,4 @@
-"""Names of other libraries for their users: save_compressed, ModelCompressor, *Config."""
+"""The interface of compressed-tensors and SparseML: save_compressed, ModelCompressor, *Config."""
 
 from typing import TYPE_CHECKING, Any
 

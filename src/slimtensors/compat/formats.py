@@ -1,4 +1,4 @@
-"""Sparse formats by the names that compressed-tensors gave them."""
+"""Read and write the sparse formats of compressed-tensors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from slimtensors.errors import ConfigError, nearest
 from slimtensors.folder.config_json import SparsityConfig
 from slimtensors.storage import StrPath
 
-_PRESETS = {
+_PRESET_BY_FORMAT = {
     "dense": "dense",
     "dense-sparsity": "dense",
     "sparse-bitmask": "bitmask",
@@ -28,10 +28,24 @@ def save_compressed(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
 ) -> Summary:
-    """Write tensors in a format of compressed-tensors: values, bit mask, shape and row offsets.
+    """Write tensors in a sparse format of compressed-tensors, without loss.
 
-    Every tensor that gets smaller is compressed, whatever its name; the summary lists the others.
-    Lossless. An existing file is replaced once the new one is complete.
+    Each tensor that gets smaller is compressed to values, bit mask, shape and row offsets; the
+    summary lists the others. An existing file is replaced when the new one is complete.
+
+    Args:
+        tensors: tensors by name.
+        save_path: file to write; a folder or URL as for `slimtensors.save`.
+        compression_format: `sparse-bitmask`, `sparse-24-bitmask` or `dense`.
+        max_shard_size: maximum size of a file, such as `5GB`; several files form a folder.
+        threads: number of threads; by default one per core.
+
+    Example:
+        >>> import torch
+        >>> from slimtensors import load_compressed, save_compressed
+        >>> summary = save_compressed({"weight": torch.eye(256)}, "model.safetensors")
+        >>> dict(load_compressed("model.safetensors"))["weight"].shape
+        torch.Size([256, 256])
     """
     return save(
         tensors,
@@ -51,10 +65,15 @@ def load_compressed(
     threads: int | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a file or folder with its name, decompressed, on `device`.
+    """Yield the names and decompressed tensors of a file or folder.
 
-    Files describe themselves, so `compression_config` decides nothing; a format in it that does
-    not exist raises `ConfigError`.
+    Args:
+        compressed_tensors: file, folder or URL.
+        compression_config: ignored, because files describe themselves; an unknown format in it
+            raises `ConfigError`.
+        device: device of the tensors.
+        threads: number of threads; by default one per core.
+        storage_options: options of fsspec for a URL.
     """
     if compression_config is not None:
         preset_of(compression_config.format)
@@ -70,9 +89,10 @@ def save_compressed_model(
     max_shard_size: int | str | None = None,
     threads: int | None = None,
 ) -> Summary:
-    """Write the weights of a model in a format of compressed-tensors. Lossless.
+    """Write the weights of a model in a sparse format of compressed-tensors, without loss.
 
-    Tied weights are stored once, and `load_compressed` yields them tied.
+    Tied weights are stored once, and `load_compressed` yields them tied. The other arguments are
+    those of `save_compressed`.
     """
     return save_compressed(
         model.state_dict(keep_vars=True),
@@ -84,8 +104,10 @@ def save_compressed_model(
 
 
 def preset_of(name: str) -> str:
-    """Return the preset that a format of compressed-tensors stands for."""
+    """Return the preset for a format of compressed-tensors; raise if there is none."""
     known = name.replace("_", "-")
-    if known not in _PRESETS:
-        raise ConfigError(f"unknown compression format {name!r}; {nearest(known, _PRESETS)}")
-    return _PRESETS[known]
+    if known not in _PRESET_BY_FORMAT:
+        raise ConfigError(
+            f"unknown compression format {name!r}; {nearest(known, _PRESET_BY_FORMAT)}"
+        )
+    return _PRESET_BY_FORMAT[known]

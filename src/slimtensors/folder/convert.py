@@ -121,6 +121,19 @@ def check_config(data: Json, source: StrPath) -> None:
         raise ConfigError(f"{source}: has no config.json, which {COMPRESSED_TENSORS} needs")
 
 
+def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
+    """Return `config.json` for quantized weights in the dialect slim."""
+    items = sum(tensor.items for tensor in summary.tensors)
+    section = {
+        "quant_method": "slimtensors",
+        "version": VERSION,
+        "preset": "lossless",
+        "dtype": dtype_name(dtype),
+        "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
+    }
+    return with_section(without_any_section(config), section)
+
+
 def main_dtype(archive: Archive) -> torch.dtype:
     """Return the dtype of most weights and scales that are left."""
     sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
@@ -215,19 +228,9 @@ class _Quantized:
         )
 
     def _edited(self, data: Json, summary: Summary) -> Json:
-        plain = without_any_section(data)
         if self.to == "dense":
-            return plain
-        items = sum(tensor.items for tensor in summary.tensors)
-        bits = round(8 * summary.stored_bytes / max(items, 1), 3)
-        section = {
-            "quant_method": "slimtensors",
-            "version": VERSION,
-            "preset": "lossless",
-            "dtype": dtype_name(self.dtype),
-            "bits_per_weight": bits,
-        }
-        return with_section(plain, section)
+            return without_any_section(data)
+        return describe_codes(data, summary, self.dtype)
 
     def _item(self, layer: str, suffixes: Sequence[str]) -> TensorSource:
         """Return the weight of a layer, to be read from its parts when its turn comes."""

@@ -1,1 +1,1 @@
-"""What other packages' extension points ask for, one package each; imported only on request."""
+"""Plug-ins for other packages, one module each; imported only on request."""

@@ -1,4 +1,4 @@
-"""Lightning: checkpoints as differences, none of which is removed while another one needs it."""
+"""Checkpoints for Lightning: compressed, and stored as differences from earlier ones."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,25 @@ from slimtensors.errors import ConfigError
 from slimtensors.storage import local_path, replace_folder
 from slimtensors.storage.atomic import remove_folder, write_file_atomically
 
-_UNWANTED = "unwanted"
-"""A file in a checkpoint that was removed but is still needed."""
+_REMOVED = "unwanted"
+"""File that marks a checkpoint as removed while others still need it."""
 
 
 class SlimCheckpointIO(CheckpointIO):
-    """Save each checkpoint as a folder of its own, under the name that Lightning gives it.
+    """Lightning plug-in that saves each checkpoint as a compressed folder.
 
-        Trainer(plugins=[SlimCheckpointIO(profile="optimizer-bf16")], …)
+    A checkpoint that Lightning removes stays on disk until no other checkpoint needs it.
 
-    A checkpoint that is removed while another one needs it stays until that goes too.
+    Args:
+        base: `auto` saves differences from earlier checkpoints, None saves each in full.
+        keyframe_every: save in full at least once in so many checkpoints.
+        profile: precision of weights and optimizer state, as for `save_checkpoint`.
+        threads: number of threads; by default one per core.
+
+    Example:
+        >>> from lightning import Trainer
+        >>> from slimtensors.integrations.lightning import SlimCheckpointIO
+        >>> trainer = Trainer(plugins=[SlimCheckpointIO(profile="optimizer-bf16")])
     """
 
     def __init__(
@@ -42,9 +51,9 @@ class SlimCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; one of the same name is replaced when the new one is complete."""
+        """Write a checkpoint; replace one of the same name when the new one is complete."""
         if storage_options is not None:
-            raise ConfigError("SlimCheckpointIO knows no storage_options; leave them out")
+            raise ConfigError("SlimCheckpointIO does not support storage_options")
         target = local_path(path)
         fresh = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None
@@ -59,35 +68,35 @@ class SlimCheckpointIO(CheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; there is never anything in it but tensors and plain values."""
+        """Read a checkpoint; it contains only tensors and plain values."""
         state = load_checkpoint(path, threads=self._threads)
         if map_location is None:
             return state
         if not isinstance(map_location, str | torch.device):
-            raise ConfigError(f"map_location must be a device, not {map_location!r}")
+            raise ConfigError(f"map_location must be a device, got {map_location!r}")
         return dict(tree_map(lambda x: x.to(map_location) if isinstance(x, Tensor) else x, state))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint now, or as soon as none needs it."""
+        """Remove a checkpoint, or mark it as removed while another one needs it."""
         target = local_path(path)
         if not target.exists():
             return
-        if not (target / _UNWANTED).exists():
-            write_file_atomically(target / _UNWANTED, b"")
+        if not (target / _REMOVED).exists():
+            write_file_atomically(target / _REMOVED, b"")
         found = list_checkpoints(target.parent)
-        unwanted = {point.name for point in found if (point.path / _UNWANTED).exists()}
-        keep = include_bases((point.name for point in found if point.name not in unwanted), found)
+        removed = {point.name for point in found if (point.path / _REMOVED).exists()}
+        keep = include_bases((point.name for point in found if point.name not in removed), found)
         for point in reversed(found):
             if point.name not in keep:
                 remove_folder(point.path)
 
     def _next_base(self, target: Path) -> Point | None:
-        """Choose a base among those whose names stay theirs; `last.ckpt` is replaced each time."""
+        """Choose a base; not `last.ckpt`, which is replaced by each save."""
         found = [
             point
             for point in list_checkpoints(target.parent)
             if point.path != target
             and not point.name.startswith("last")
-            and not (point.path / _UNWANTED).exists()
+            and not (point.path / _REMOVED).exists()
         ]
         return choose_base(found, self._base, count_since_keyframe(found), self._keyframe_every)

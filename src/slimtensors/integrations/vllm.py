@@ -1,7 +1,7 @@
-"""Compressed folders in vLLM: a plug-in that streams them in as dense weights.
+"""vLLM plug-in that loads compressed folders as dense weights.
 
-vLLM calls `register` in each of its processes, because our package names it under the entry point
-`vllm.general_plugins`. Then `--load-format slimtensors` loads such folders.
+vLLM calls `register`, the entry point `vllm.general_plugins` of this package, in each of its
+processes. `--load-format slimtensors` then loads compressed folders.
 """
 
 import logging
@@ -16,6 +16,7 @@ from slimtensors.archive import Archive
 from slimtensors.errors import MismatchError
 
 METHOD = "slimtensors"
+"""Name of the loader and of the `quant_method`."""
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +77,16 @@ def register_classes() -> None:
     experts = experts_classes()
 
     class SlimLoader(BaseModelLoader):
-        """Decodes a folder tensor by tensor, as the model takes them."""
+        """Decode a folder tensor by tensor while the model loads them."""
 
         def download_model(self, model_config: Any) -> None:
-            local_folder(model_config, self.load_config)
+            find_folder(model_config, self.load_config)
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            stream_into(model, local_folder(model_config, self.load_config))
+            load_folder(model, find_folder(model_config, self.load_config))
 
     class SlimMethod(QuantizationConfig):
-        """Says that layers are ordinary ones: what is compressed is only the folder."""
+        """Use ordinary layers: only the folder is compressed."""
 
         @classmethod
         def get_name(cls) -> str:
@@ -118,8 +119,8 @@ def register_classes() -> None:
     register_quantization_config(METHOD)(SlimMethod)
 
 
-def stream_into(model: Any, folder: Path) -> None:
-    """Give a model of vLLM's all tensors of a folder, one after the other."""
+def load_folder(model: Any, folder: Path) -> None:
+    """Load all tensors of a folder into a model of vLLM, one after the other."""
     expected = {name for name, _ in model.named_parameters()}
     with Archive(folder) as archive:
         loaded = model.load_weights(archive.items())
@@ -127,13 +128,13 @@ def stream_into(model: Any, folder: Path) -> None:
     if missing:
         names = ", ".join(missing[:4])
         raise MismatchError(
-            f"{folder}: has no weights for {len(missing)} parameters of"
-            f" {type(model).__name__}: {names}; is it whole, and of this model?"
+            f"{folder}: no weights for {len(missing)} parameters of {type(model).__name__}:"
+            f" {names}; the folder is incomplete or of another model"
         )
 
 
-def local_folder(model_config: Any, load_config: Any) -> Path:
-    """Return the folder of a model, from the hub if it is not a path."""
+def find_folder(model_config: Any, load_config: Any) -> Path:
+    """Return the folder of a model; download it from the hub if it is not a path."""
     if Path(model_config.model).is_dir():
         return Path(model_config.model)
     from huggingface_hub import snapshot_download

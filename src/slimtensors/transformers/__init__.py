@@ -1,69 +1,38 @@
-"""transformers with compressed folders: `import slimtensors.transformers` is all it takes.
+"""Compressed models in transformers.
 
-Registers our format, so that `AutoModel….from_pretrained` loads such folders and `save_pretrained`
-of what was loaded writes them.
+Importing this package registers the format: `AutoModel….from_pretrained` then loads compressed
+folders, and `save_pretrained` of a loaded model writes them.
+
+Example:
+    >>> import slimtensors.transformers
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("my-model-slim")
 """
+
+from typing import Any
 
 from slimtensors.errors import MissingDependencyError
 
 try:
-    from transformers import core_model_loading as _needed  # noqa: F401
+    from transformers import core_model_loading as _core_model_loading  # noqa: F401
 except ImportError as error:
     raise MissingDependencyError("transformers 5.22 or later", "transformers") from error
 
 from slimtensors.folder.compress import compress_folder, decompress_folder
 from slimtensors.recipe import Calibration, Recipe
-from slimtensors.transformers import compression
-from slimtensors.transformers.auto import (
-    SparseAutoModel,
-    SparseAutoModelForAudioClassification,
-    SparseAutoModelForCausalLM,
-    SparseAutoModelForCTC,
-    SparseAutoModelForDepthEstimation,
-    SparseAutoModelForImageClassification,
-    SparseAutoModelForImageSegmentation,
-    SparseAutoModelForImageTextToText,
-    SparseAutoModelForMaskedLM,
-    SparseAutoModelForMultipleChoice,
-    SparseAutoModelForObjectDetection,
-    SparseAutoModelForPreTraining,
-    SparseAutoModelForQuestionAnswering,
-    SparseAutoModelForSemanticSegmentation,
-    SparseAutoModelForSeq2SeqLM,
-    SparseAutoModelForSequenceClassification,
-    SparseAutoModelForSpeechSeq2Seq,
-    SparseAutoModelForTokenClassification,
-)
+from slimtensors.transformers import auto, compression
+from slimtensors.transformers.loading import SlimConfig, SlimQuantizer
 from slimtensors.transformers.memory import measure_memory
 from slimtensors.transformers.oneshot import oneshot
-from slimtensors.transformers.quantizer import SlimConfig, SlimQuantizer
 from slimtensors.transformers.saving import enable
-from slimtensors.transformers.stage import TrainedStage, TrainingReport
-from slimtensors.transformers.train import train
+from slimtensors.transformers.stage import TrainedStage
+from slimtensors.transformers.train import TrainingReport, train
 
 __all__ = [
     "Calibration",
     "Recipe",
     "SlimConfig",
     "SlimQuantizer",
-    "SparseAutoModel",
-    "SparseAutoModelForAudioClassification",
-    "SparseAutoModelForCTC",
-    "SparseAutoModelForCausalLM",
-    "SparseAutoModelForDepthEstimation",
-    "SparseAutoModelForImageClassification",
-    "SparseAutoModelForImageSegmentation",
-    "SparseAutoModelForImageTextToText",
-    "SparseAutoModelForMaskedLM",
-    "SparseAutoModelForMultipleChoice",
-    "SparseAutoModelForObjectDetection",
-    "SparseAutoModelForPreTraining",
-    "SparseAutoModelForQuestionAnswering",
-    "SparseAutoModelForSemanticSegmentation",
-    "SparseAutoModelForSeq2SeqLM",
-    "SparseAutoModelForSequenceClassification",
-    "SparseAutoModelForSpeechSeq2Seq",
-    "SparseAutoModelForTokenClassification",
     "TrainedStage",
     "TrainingReport",
     "compress_folder",
@@ -74,3 +43,15 @@ __all__ = [
     "oneshot",
     "train",
 ]
+__all__ += auto.AUTO_CLASSES
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class `SparseAutoModel…`, created on first use."""
+    if name in auto.AUTO_CLASSES:
+        return getattr(auto, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,5 +1,11 @@
-"""Auto classes that load and save compressed models."""
+"""Load models with the Auto classes of transformers, from dense or compressed folders.
 
+`SparseAutoModel…` is `AutoModel…` of transformers for folders that it cannot read itself; the
+returned model can also save itself compressed (see `enable`).
+"""
+
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import transformers
@@ -11,17 +17,46 @@ from slimtensors.folder.convert import COMPRESSED_TENSORS, dtype_of, quantizatio
 from slimtensors.runtime import CompressedTensor
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, dtype_name
-from slimtensors.transformers.calibrate import saved_class
-from slimtensors.transformers.quantizer import METHOD
+from slimtensors.transformers.loading import METHOD
 from slimtensors.transformers.saving import enable, is_enabled
 from slimtensors.transformers.weights import QUANTIZED
 
+_TASKS = (
+    "",
+    "ForAudioClassification",
+    "ForCTC",
+    "ForCausalLM",
+    "ForDepthEstimation",
+    "ForImageClassification",
+    "ForImageSegmentation",
+    "ForImageTextToText",
+    "ForMaskedLM",
+    "ForMultipleChoice",
+    "ForObjectDetection",
+    "ForPreTraining",
+    "ForQuestionAnswering",
+    "ForSemanticSegmentation",
+    "ForSeq2SeqLM",
+    "ForSequenceClassification",
+    "ForSpeechSeq2Seq",
+    "ForTokenClassification",
+)
+
+AUTO_CLASSES = tuple(f"SparseAutoModel{task}" for task in _TASKS)
+"""Names of the classes in this module, which are created on first use."""
+
 
 class SparseAuto:
-    """Loads models like an Auto class of transformers, and enables them."""
+    """Base of the Auto classes: load models with `auto` and enable them.
+
+    Example:
+        >>> from slimtensors.transformers import SparseAutoModelForCausalLM
+        >>> model = SparseAutoModelForCausalLM.from_pretrained("my-w4a16", run_compressed=True)
+        >>> model.save_pretrained("copy")
+    """
 
     auto: ClassVar[Any]
-    """The class of transformers that does the work."""
+    """The Auto class of transformers."""
 
     @classmethod
     def from_pretrained(
@@ -31,43 +66,113 @@ class SparseAuto:
         run_compressed: bool = False,
         **options: Any,
     ) -> Any:
-        """Load a model, compressed or not; its `save_pretrained` can compress.
+        """Load a model from a dense or compressed folder; its `save_pretrained` can compress.
 
-        Also loads folders that compressed-tensors quantized, or up to 0.14 made sparse. With
-        `run_compressed`, linear layers that are stored quantized or sparse stay so in memory. Other
-        options are those of transformers.
+        Also loads folders of compressed-tensors: quantized ones, and sparse ones up to its
+        version 0.14.
+
+        Args:
+            model_name_or_path: folder, or model name on the hub.
+            run_compressed: keep linear layers that are stored quantized or sparse compressed in
+                memory.
+            args, options: arguments of `from_pretrained` of transformers.
         """
-        options = _with_our_reader(model_name_or_path, options, run_compressed=run_compressed)
-        loaded = cls.auto.from_pretrained(model_name_or_path, *args, **options)
-        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
-        if not is_enabled(model):
-            enable(model)
-        return (model, *info) if info else model
+        return load_pretrained(
+            cls.auto, model_name_or_path, *args, run_compressed=run_compressed, **options
+        )
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> Any:
-        """Make a model with random weights; its `save_pretrained` can compress."""
+        """Create a model with random weights; its `save_pretrained` can compress."""
         return enable(cls.auto.from_config(config, **options))
 
 
-def _with_our_reader(
-    path: StrPath, options: dict[str, Any], *, run_compressed: bool
-) -> dict[str, Any]:
-    """Return options that make transformers ask us about a folder, if it is one that we read."""
+@cache
+def _create_class(name: str) -> Any:
+    auto = getattr(transformers, name.removeprefix("Sparse"))
+    doc = f"`{auto.__name__}` of transformers that also loads compressed folders."
+    return type(name, (SparseAuto,), {"auto": auto, "__doc__": doc, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """Create the class `SparseAutoModel…` on first use."""
+    if name in AUTO_CLASSES:
+        return _create_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *AUTO_CLASSES})
+
+
+def load_pretrained(
+    auto: Any, path: StrPath, *args: Any, run_compressed: bool = False, **options: Any
+) -> Any:
+    """Load a model with a class of transformers, from a dense or compressed folder; enable it."""
+    options = _add_config(path, options, run_compressed=run_compressed)
+    loaded = auto.from_pretrained(path, *args, **options)
+    model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+    if not is_enabled(model):
+        enable(model)
+    return (model, *info) if info else model
+
+
+def load_model(model: nn.Module | StrPath) -> Any:
+    """Load a model with dense weights by the class that saved it; return a module unchanged.
+
+    Raise `ConfigError` for a module whose weights are compressed in memory.
+    """
+    if isinstance(model, nn.Module):
+        _check_dense(model)
+        return model
+    return enable(load_pretrained(find_model_class(model), model))
+
+
+def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
+    """Return the tokenizer of a folder or model name, or None if there is none."""
+    path = model.name_or_path if hasattr(model, "name_or_path") else model
+    if isinstance(path, nn.Module) or not path:
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+
+
+def find_model_class(source: StrPath) -> Any:
+    """Return the class of transformers that saved a model, given its folder or name."""
+    names: Sequence[str] = transformers.AutoConfig.from_pretrained(source).architectures or ()
+    if (found := find_class(names)) is None:
+        raise ConfigError(
+            f"{source}: 'architectures' in config.json names no class of transformers:"
+            f" {list(names)}"
+        )
+    return found
+
+
+def find_class(names: Sequence[str]) -> Any | None:
+    """Return the first of these classes that transformers defines, or None."""
+    return next(
+        (getattr(transformers, name) for name in names if hasattr(transformers, name)), None
+    )
+
+
+def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool) -> dict[str, Any]:
+    """Add a config that selects our loader to the options, if the folder needs it."""
     if "config" in options:
         if run_compressed:
             raise ConfigError(
-                "run_compressed: cannot be given together with a config; say it there:"
-                " config.quantization_config['run_compressed'] = True"
+                "run_compressed cannot be combined with config; set"
+                " config.quantization_config['run_compressed'] = True instead"
             )
         return options
     config, rest = transformers.AutoConfig.from_pretrained(
         path, return_unused_kwargs=True, **options
     )
-    section = _our_section(config.to_dict())
+    section = _find_section(config.to_dict())
     if section is None:
         if run_compressed:
-            raise ConfigError(f"{path}: is not compressed; load it without run_compressed")
+            raise ConfigError(f"{path} is not compressed; load it without run_compressed")
         return options
     if hasattr(config, "compression_config"):
         del config.compression_config
@@ -75,8 +180,8 @@ def _with_our_reader(
     return {**rest, "config": config}
 
 
-def _our_section(data: Json) -> Json | None:
-    """Return what `config.json` has to say for us to read the weights; none if others do."""
+def _find_section(data: Json) -> Json | None:
+    """Return the `quantization_config` for our loader, or None if transformers needs none."""
     section = data.get("quantization_config")
     if isinstance(section, dict) and section.get("quant_method") == METHOD:
         return section
@@ -84,68 +189,20 @@ def _our_section(data: Json) -> Json | None:
         return {"quant_method": METHOD, "preset": "sparse"}
     sections = {key: data.get(key) for key in ("quantization_config", "compression_config")}
     before = {key: x for key, x in sections.items() if isinstance(x, dict)}
-    kinds = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
-    if kinds != {COMPRESSED_TENSORS} or quantization_of(before) is None:
+    methods = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
+    if methods != {COMPRESSED_TENSORS} or quantization_of(before) is None:
         return None
-    said = dtype_of(data)
+    dtype = dtype_of(data)
     section = {"quant_method": METHOD, "preset": QUANTIZED, "before": before}
-    return section | ({"dtype": dtype_name(said)} if said else {})
+    return section | ({"dtype": dtype_name(dtype)} if dtype else {})
 
 
-def sparse(auto: Any) -> Any:
-    """Return a class that loads as `auto` does, and whatever we know."""
-    about = f"`{auto.__name__}` of transformers, for models that can be saved compressed."
-    return type(f"Sparse{auto.__name__}", (SparseAuto,), {"auto": auto, "__doc__": about})
-
-
-SparseAutoModel = sparse(transformers.AutoModel)
-SparseAutoModelForAudioClassification = sparse(transformers.AutoModelForAudioClassification)
-SparseAutoModelForCTC = sparse(transformers.AutoModelForCTC)
-SparseAutoModelForCausalLM = sparse(transformers.AutoModelForCausalLM)
-SparseAutoModelForDepthEstimation = sparse(transformers.AutoModelForDepthEstimation)
-SparseAutoModelForImageClassification = sparse(transformers.AutoModelForImageClassification)
-SparseAutoModelForImageSegmentation = sparse(transformers.AutoModelForImageSegmentation)
-SparseAutoModelForImageTextToText = sparse(transformers.AutoModelForImageTextToText)
-SparseAutoModelForMaskedLM = sparse(transformers.AutoModelForMaskedLM)
-SparseAutoModelForMultipleChoice = sparse(transformers.AutoModelForMultipleChoice)
-SparseAutoModelForObjectDetection = sparse(transformers.AutoModelForObjectDetection)
-SparseAutoModelForPreTraining = sparse(transformers.AutoModelForPreTraining)
-SparseAutoModelForQuestionAnswering = sparse(transformers.AutoModelForQuestionAnswering)
-SparseAutoModelForSemanticSegmentation = sparse(transformers.AutoModelForSemanticSegmentation)
-SparseAutoModelForSeq2SeqLM = sparse(transformers.AutoModelForSeq2SeqLM)
-SparseAutoModelForSequenceClassification = sparse(transformers.AutoModelForSequenceClassification)
-SparseAutoModelForSpeechSeq2Seq = sparse(transformers.AutoModelForSpeechSeq2Seq)
-SparseAutoModelForTokenClassification = sparse(transformers.AutoModelForTokenClassification)
-
-
-def load_model(model: nn.Module | StrPath) -> Any:
-    """Return a model with plain weights, by the class that saved it; one in memory as it is.
-
-    One in memory whose weights are compressed there raises.
-    """
-    if isinstance(model, nn.Module):
-        _check_plain(model)
-        return model
-    return enable(sparse(saved_class(model)).from_pretrained(model))
-
-
-def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
-    """Return the tokenizer that comes with a folder or a name, if any."""
-    where = model.name_or_path if hasattr(model, "name_or_path") else model
-    if isinstance(where, nn.Module) or not where:
-        return None
-    try:
-        return transformers.AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError):
-        return None
-
-
-def _check_plain(model: nn.Module) -> None:
+def _check_dense(model: nn.Module) -> None:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         is_missing = isinstance(module, nn.Linear) and not isinstance(weight, nn.Parameter)
         if is_missing or isinstance(weight, CompressedTensor):
             raise ConfigError(
-                f"{name}: has no plain weight, as it is compressed in memory; pass the folder of"
-                " the model, or load it by SparseAutoModel without run_compressed"
+                f"{name}: the weight is compressed in memory; pass the folder of the model, or"
+                " load it with SparseAutoModel without run_compressed"
             )

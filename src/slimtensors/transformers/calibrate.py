@@ -1,25 +1,37 @@
-"""Quantize a model folder with data: the model is built by transformers, and run on it."""
+"""Quantize a model folder with calibration data: run the model and quantize layer by layer."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-from slimtensors.archive import Archive, save
+from slimtensors.archive import Archive
 from slimtensors.archive.summary import Summary
+from slimtensors.archive.write import ArchiveSource, as_source, write
+from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
-from slimtensors.errors import ConfigError, MissingDependencyError
+from slimtensors.errors import ConfigError
 from slimtensors.folder.compress import without_any_section
-from slimtensors.folder.convert import Rewrite, main_dtype
+from slimtensors.folder.config_json import read_config
+from slimtensors.folder.convert import (
+    COMPRESSED_TENSORS,
+    SLIM,
+    Rewrite,
+    describe_codes,
+    dtype_of,
+    main_dtype,
+)
 from slimtensors.folder.job import remake
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
-from slimtensors.storage import SINGLE, StrPath, locate
+from slimtensors.storage import INDEX, SINGLE, StrPath, locate, note_parameters
 from slimtensors.tensor import Json
+from slimtensors.transformers.auto import find_model_class
+from slimtensors.transformers.weights import encode_layers
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,94 +45,99 @@ def calibrate_folder(
     method: str = "gptq",
     calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
+    dialect: str = COMPRESSED_TENSORS,
     how: Rewrite | None = None,
 ) -> Summary:
-    """Quantize a model folder layer by layer on data, in the dialect `compressed-tensors`.
+    """Quantize a model folder layer by layer with calibration data.
 
-    `dataset` is texts, or the path of a file of them. The model is in memory as a whole, and runs
-    in `dtype` if that is given; what is written is in its own dtype. Less data than asked for is
-    told by a warning in the log.
+    The whole model is loaded into memory. If there is less data than requested, a warning is
+    logged.
+
+    Args:
+        source: model folder.
+        target: folder or URL to write.
+        config: layers to quantize and their schemes.
+        dataset: texts, or the path of a file of texts.
+        method: `gptq` or `rtn`.
+        calibration: amount of data, and how it is made from texts.
+        dtype: dtype to run the model in; the result has the dtype of the source.
+        dialect: `compressed-tensors` or `slim`.
+        how: shard size, threads and other options, as for `quantize_folder`.
+
+    Example:
+        >>> from slimtensors.quantization import QuantizationConfig
+        >>> config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+        >>> calibrate_folder("my-model", "my-w4a16", config, "text.txt")
     """
-    how = how or Rewrite()
-    amount = calibration or Calibration()
-    if amount.evaluate is not None:
-        raise ConfigError("a folder is quantized without measuring it: evaluate goes with oneshot")
-    data = Data.of(dataset)  # raises if there is none, before the model is built
-    model, tokenizer = _built(source, dtype)
+    options = how or Rewrite()
+    settings = calibration or Calibration()
+    if settings.evaluate is not None:
+        raise ConfigError("calibrate_folder does not support Calibration.evaluate; use oneshot")
+    data = Data.of(dataset)  # raises for missing data before the model is loaded
+    model, tokenizer = _load(source, dtype)
+    with Archive(source, storage_options=options.storage_options) as archive:
+        stored_dtype = main_dtype(archive)
     if dtype is not None:
-        with Archive(source, storage_options=how.storage_options) as archive:
-            own = main_dtype(archive)
-        config = _with_scales_in(config, own)
-    batches, notes = batches_for(model, data, amount, tokenizer=tokenizer)
+        config = _set_scale_dtype(config, stored_dtype)
+    batches, notes = batches_for(model, data, settings, tokenizer=tokenizer)
     for note in notes:
         _LOG.warning("%s: %s", source, note)
-    quantize_model(model, config, calibration=batches, method=method, folder=amount.work)
-    compressor = ModelCompressor(quantization_config=config)
-    state = compressor.compress(model)
+    quantize_model(model, config, calibration=batches, method=method, folder=settings.work)
+    state = ModelCompressor(quantization_config=config).compress(model)
+    section: Json = model.config.quantization_config
     if dtype is not None:
-        state = {name: x.to(own) if x.dtype is dtype else x for name, x in state.items()}
+        state = {name: x.to(stored_dtype) if x.dtype is dtype else x for name, x in state.items()}
+    tensors = as_source(state)
+    preset = presets.dense
+    if dialect == SLIM:
+        source_config = read_config(source, storage_options=options.storage_options)
+        stored_dtype = dtype_of(source_config) or stored_dtype
+        tensors = ArchiveSource(encode_layers(tensors.items, section, stored_dtype), tensors.tied)
+        preset = presets.lossless
 
     def put(folder: Path) -> Summary:
-        return save(
-            state,
-            folder if how.max_shard_size is not None else folder / SINGLE,
-            preset="dense",
-            max_shard_size=how.max_shard_size,
-            threads=how.threads,
-            progress=how.progress,
+        summary = write(
+            tensors,
+            folder if options.max_shard_size is not None else folder / SINGLE,
+            preset=preset,
+            dialect=SLIM,  # which stores the parts of compressed-tensors as plain tensors
+            max_shard_size=options.max_shard_size,
+            threads=options.threads,
+            progress=options.progress,
         )
+        if dialect == SLIM:
+            note_parameters(folder / INDEX, summary.items)
+        return summary
 
-    def edit(data: Json, _: Summary) -> Json:
-        section: Json = model.config.quantization_config
-        return {**without_any_section(data), "quantization_config": section}
+    def edit(config: Json, summary: Summary) -> Json:
+        if dialect == SLIM:
+            return describe_codes(config, summary, stored_dtype)
+        return {**without_any_section(config), "quantization_config": section}
 
-    where = locate(source, storage_options=how.storage_options)
-    return remake(where, target, put, edit, sources=[source], replace=how.replace)
-
-
-def _with_scales_in(config: QuantizationConfig, dtype: torch.dtype) -> QuantizationConfig:
-    """Return a config whose scales are those that `dtype` can hold, where it says nothing else."""
-
-    def scheme(old: QuantizationScheme) -> QuantizationScheme:
-        if old.weights is None or old.weights.scale_dtype is not None:
-            return old
-        return replace(old, weights=replace(old.weights, scale_dtype=dtype))
-
-    groups = {name: scheme(group) for name, group in config.config_groups.items()}
-    return replace(config, config_groups=groups)
+    location = locate(source, storage_options=options.storage_options)
+    return remake(location, target, put, edit, sources=[source], replace=options.replace)
 
 
-def _built(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Return the model and its tokenizer; the class of the model is the one that saved it."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingDependencyError("transformers", "transformers") from None
-    kind = saved_class(source)
+def _load(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Return the model, in the class that saved it, and its tokenizer."""
+    kind = find_model_class(source)
     model: nn.Module = kind.from_pretrained(source, dtype=dtype or "auto").eval()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{source}: has no tokenizer, which calibration needs: {error}"
+            f"{source}: calibration needs a tokenizer, which cannot be loaded: {error}"
         ) from error
     return model, tokenizer
 
 
-def saved_class(source: StrPath) -> Any:
-    """Return the class of transformers that saved a model, which is in a folder or has a name."""
-    import transformers
+def _set_scale_dtype(config: QuantizationConfig, dtype: torch.dtype) -> QuantizationConfig:
+    """Return a config with scales in `dtype`, unless it sets their dtype."""
 
-    names: Sequence[str] = transformers.AutoConfig.from_pretrained(source).architectures or ()
-    if (kind := find_class(names)) is None:
-        raise ConfigError(f"{source}: config.json names no class of transformers: {list(names)}")
-    return kind
+    def set_dtype(scheme: QuantizationScheme) -> QuantizationScheme:
+        if scheme.weights is None or scheme.weights.scale_dtype is not None:
+            return scheme
+        return replace(scheme, weights=replace(scheme.weights, scale_dtype=dtype))
 
-
-def find_class(names: Sequence[str]) -> Any | None:
-    """Return the first of these classes that transformers has, if any."""
-    import transformers
-
-    return next(
-        (getattr(transformers, name) for name in names if hasattr(transformers, name)), None
-    )
+    groups = {name: set_dtype(group) for name, group in config.config_groups.items()}
+    return replace(config, config_groups=groups)

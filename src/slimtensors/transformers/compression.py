@@ -1,4 +1,4 @@
-"""The configurations that `save_pretrained(sparsity_config=…)` takes."""
+"""Configurations for `save_pretrained(sparsity_config=…)`."""
 
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 

@@ -1,4 +1,4 @@
-"""What a model is trained on: examples, or text that a tokenizer makes examples of."""
+"""Datasets for training: tokenized examples, or texts and files that are tokenized here."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,159 +17,162 @@ from slimtensors.errors import ConfigError
 from slimtensors.layerwise.inputs import MASK, remove_padding
 from slimtensors.recipe.calibration import Row, extract_texts, read_texts
 
-
-def columns_for(model: nn.Module, row: Any) -> Any:
-    """Return what of a row or a batch the model can be called with; raise if that is nothing."""
-    unused = unused_columns(model, row)
-    if not unused:
-        return row
-    if len(unused) == len(row):
-        kind, names = type(model).__name__, list(_arguments(model))[:4]
-        have = ", ".join(map(str, row))
-        raise ConfigError(f"{kind} takes {', '.join(names)}, ...; the data has {have}")
-    return {name: x for name, x in row.items() if name not in unused}
-
-
-def unused_columns(model: nn.Module, row: Any) -> set[str]:
-    """Return the names in a row or a batch that are no arguments of the model.
-
-    A model that names none takes whatever comes. One that names some takes those only: its
-    `**kwargs` are settings for its layers, and no data.
-    """
-    if not isinstance(row, Mapping):
-        return set()
-    known = _arguments(model)
-    return {*row} - {*known} if known else set()
-
-
-def _arguments(model: nn.Module) -> list[str]:
-    """Return the arguments that a model names, without `*args` and `**kwargs`."""
-    return [
-        name
-        for name, each in inspect.signature(model.forward).parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-
-
-_IGNORED = -100
-"""The label of a token that no model is asked about."""
-_SAMPLES, _BATCH = 128, 8
-"""How much of it modifiers see that need data but no training."""
+_IGNORED_LABEL = -100
+"""Label of tokens that the loss ignores."""
+_CALIBRATION_SAMPLES, _CALIBRATION_BATCH = 128, 8
+"""Amount of data for modifiers that need data but no training."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What the Trainer is given."""
+    """A dataset for the Trainer, with the settings of the DataLoader that it came from."""
 
     rows: Any
     collate: Callable[[list[Any]], Any] | None = None
     batch_size: int | None = None
     sampling: str | None = None
-    """Where a DataLoader says these, they are as it says."""
 
 
-def load_examples(given: Any, model: Any, tokenizer: Any) -> Examples:
-    """Return examples of a dataset, a DataLoader, texts, or a file of them; raise if it is empty.
+def load_examples(dataset: Any, model: Any, tokenizer: Any) -> Examples:
+    """Return the examples of a dataset, a DataLoader, texts, or a file; raise if it is empty.
 
-    Files are `.txt` (a text per line), `.jsonl` and `.csv` (with `text`, and `label` where the
-    model classifies).
+    Files are `.txt` (one text per line), `.jsonl` and `.csv` (with `text`, and `label` for
+    classifiers).
     """
-    if isinstance(given, DataLoader):
-        found = _loaded(given)
-    elif isinstance(given, str | Path):
-        found = _texts(_read(Path(given)), model, tokenizer)
-    elif _holds_texts(given):
-        rows = [{"text": row} if isinstance(row, str) else row for row in given]
-        found = _texts(rows, model, tokenizer)
+    if isinstance(dataset, DataLoader):
+        examples = _unwrap_loader(dataset)
+    elif isinstance(dataset, str | Path):
+        examples = _tokenize(_read_rows(Path(dataset)), model, tokenizer)
+    elif _contains_texts(dataset):
+        rows = [{"text": row} if isinstance(row, str) else row for row in dataset]
+        examples = _tokenize(rows, model, tokenizer)
     else:
-        found = Examples(given)
-    if hasattr(found.rows, "__len__") and not len(found.rows):
-        raise ConfigError(f"the dataset is empty: {given!r}")
-    return found
+        examples = Examples(dataset)
+    if hasattr(examples.rows, "__len__") and not len(examples.rows):
+        raise ConfigError(f"the dataset is empty: {dataset!r}")
+    return examples
 
 
-def _holds_texts(given: Any) -> bool:
-    """Tell whether there are texts, or rows with a text, that are not tokens yet."""
-    if not hasattr(given, "__len__") or not len(given):
+def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
+    """Return the first examples as batches for one-shot modifiers, on the device of the model.
+
+    Labels and columns that the model does not accept are removed, and so is padding, whether or
+    not the model accepts an attention mask.
+    """
+    pad = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
+
+    def select_inputs(row: Any) -> Any:
+        return {name: x for name, x in select_columns(model, row).items() if name != "labels"}
+
+    def select_masked(row: Any) -> Any:
+        return select_inputs(row) | ({MASK: row[MASK]} if MASK in row else {})
+
+    def collate(rows: list[Any]) -> Any:
+        return data.collate(rows) if data.collate else pad([select_masked(x) for x in rows])
+
+    loader = DataLoader(data.rows, batch_size=_CALIBRATION_BATCH, collate_fn=collate)
+    batches = islice(loader, _CALIBRATION_SAMPLES // _CALIBRATION_BATCH)
+    device = next(model.parameters()).device
+    return [
+        {name: x.to(device) for name, x in select_inputs(batch).items()}
+        for batch in remove_padding(model, batches)
+    ]
+
+
+def select_columns(model: nn.Module, row: Any) -> Any:
+    """Return the columns of a row or batch that the model accepts; raise if there are none."""
+    unused = find_unused_columns(model, row)
+    if not unused:
+        return row
+    if len(unused) == len(row):
+        accepted = ", ".join(_list_arguments(model)[:4])
+        columns = ", ".join(map(str, row))
+        raise ConfigError(
+            f"{type(model).__name__} accepts {accepted}, ...; the data has only {columns}"
+        )
+    return {name: x for name, x in row.items() if name not in unused}
+
+
+def find_unused_columns(model: nn.Module, row: Any) -> set[str]:
+    """Return the columns of a row or batch that are not arguments of the model.
+
+    A model without named arguments accepts all. Otherwise `**kwargs` do not count: they are
+    settings for its layers, not data.
+    """
+    if not isinstance(row, Mapping):
+        return set()
+    arguments = _list_arguments(model)
+    return {*row} - {*arguments} if arguments else set()
+
+
+def _list_arguments(model: nn.Module) -> list[str]:
+    """Return the argument names of a model, without `*args` and `**kwargs`."""
+    return [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+
+
+def _contains_texts(dataset: Any) -> bool:
+    """Return True for a sequence of texts, or of rows with a text that is not tokenized."""
+    if not hasattr(dataset, "__len__") or not len(dataset):
         return False
-    first = given[0]
+    first = dataset[0]
     is_row = isinstance(first, Mapping) and "input_ids" not in first
     return isinstance(first, str) or (is_row and isinstance(first.get("text"), str))
 
 
-def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
-    """Return the first examples, without labels and what else the model is not to be called with.
-
-    They are for modifiers that only look at them, and have no padding, whether or not the model
-    takes the mask that tells it.
-    """
-    padded = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
-
-    def inputs(row: Any) -> Any:
-        return {name: x for name, x in columns_for(model, row).items() if name != "labels"}
-
-    def masked(row: Any) -> Any:
-        return inputs(row) | ({MASK: row[MASK]} if MASK in row else {})
-
-    def batch(rows: list[Any]) -> Any:
-        return data.collate(rows) if data.collate else padded([masked(x) for x in rows])
-
-    loader = DataLoader(data.rows, batch_size=_BATCH, collate_fn=batch)
-    device = next(model.parameters()).device
-    return [
-        {name: x.to(device) for name, x in inputs(found).items()}
-        for found in remove_padding(model, islice(loader, _SAMPLES // _BATCH))
-    ]
-
-
-def _loaded(loader: DataLoader[Any]) -> Examples:
+def _unwrap_loader(loader: DataLoader[Any]) -> Examples:
     known = {RandomSampler: "random", SequentialSampler: "sequential"}
     sampling = known.get(type(loader.sampler))
     if sampling is None or loader.batch_size is None or loader.drop_last:
         raise ConfigError(
-            "a DataLoader with its own sampler or drop_last cannot be resumed; pass its dataset"
+            "a DataLoader with a custom sampler or drop_last cannot be resumed; pass its dataset"
         )
     return Examples(loader.dataset, loader.collate_fn, loader.batch_size, sampling)
 
 
-def _read(path: Path) -> list[Row]:
-    """Return the rows of a file; of a plain text, its lines."""
+def _read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table, or one row per line of a text file."""
     rows: list[Row] = []
-    for found in read_texts(path):
-        lines = found.splitlines() if isinstance(found, str) else [found]
+    for item in read_texts(path):
+        lines = item.splitlines() if isinstance(item, str) else [item]
         rows += [{"text": x} if isinstance(x, str) else x for x in lines if x]
     texts = extract_texts(rows)
     return [{**row, "text": text} for row, text in zip(rows, texts, strict=True)]
 
 
-def _texts(rows: Sequence[Row], model: Any, tokenizer: Any) -> Examples:
+def _tokenize(rows: Sequence[Row], model: Any, tokenizer: Any) -> Examples:
     if tokenizer is None:
-        raise ConfigError("text needs a tokenizer, and the model brings none: pass tokenizer=...")
+        raise ConfigError("texts need a tokenizer, and the model has none: pass tokenizer=...")
     kind = type(model).__name__
     is_causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if not is_causal and any("label" not in row for row in rows):
-        raise ConfigError(f"{kind}: needs a 'label' with each text, or examples with 'labels'")
-    labels = None if is_causal else [_label(row["label"], model.config.label2id) for row in rows]
+        raise ConfigError(f"{kind} needs a 'label' for each text, or examples with 'labels'")
+    label_ids = model.config.label2id
+    labels = None if is_causal else [_parse_label(row["label"], label_ids) for row in rows]
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 512))
     return Examples(
         TokenizedTexts([row["text"] for row in rows], labels, tokenizer, longest),
-        Padding(tokenizer.pad_token_id or 0),
+        PaddingCollator(tokenizer.pad_token_id or 0),
     )
 
 
-def _label(given: Any, known: Mapping[str, int]) -> int:
-    if given in known:
-        return known[given]
+def _parse_label(label: Any, label_ids: Mapping[str, int]) -> int:
+    if label in label_ids:
+        return label_ids[label]
     try:
-        return int(given)
+        return int(label)
     except ValueError:
-        listed = ", ".join(known)
-        raise ConfigError(f"label {given!r} is none of the model's: {listed}") from None
+        raise ConfigError(
+            f"unknown label {label!r}; the model has {', '.join(label_ids)}"
+        ) from None
 
 
 @dataclass(frozen=True)
 class TokenizedTexts(Dataset[dict[str, Any]]):
-    """Texts as token ids; labels are those given, or the tokens themselves."""
+    """Texts, tokenized on access; without labels, the tokens are the labels."""
 
     texts: Sequence[str]
     labels: Sequence[int] | None
@@ -180,28 +183,29 @@ class TokenizedTexts(Dataset[dict[str, Any]]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = self.tokenizer(self.texts[index], truncation=True, max_length=self.longest)
-        tokens = ids["input_ids"]
+        encoded = self.tokenizer(self.texts[index], truncation=True, max_length=self.longest)
+        tokens = encoded["input_ids"]
         return {"input_ids": tokens, "labels": self.labels[index] if self.labels else tokens}
 
 
 @dataclass(frozen=True)
-class Padding:
-    """Makes a batch of rows of different lengths."""
+class PaddingCollator:
+    """Collate rows of different lengths into a padded batch."""
 
     token: int
+    """Token id of the padding."""
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """Return ids, the attention that leaves padding out, and labels."""
+        """Return token ids, attention mask and labels."""
         ids = [torch.tensor(row["input_ids"]) for row in rows]
         ones = [torch.ones_like(x) for x in ids]
         labels = [torch.tensor(row["labels"]) for row in rows]
         return {
-            "input_ids": self._padded(ids, self.token),
-            MASK: self._padded(ones, 0),
-            "labels": self._padded(labels, _IGNORED) if labels[0].dim() else torch.stack(labels),
+            "input_ids": _pad(ids, self.token),
+            MASK: _pad(ones, 0),
+            "labels": _pad(labels, _IGNORED_LABEL) if labels[0].dim() else torch.stack(labels),
         }
 
-    @staticmethod
-    def _padded(rows: list[Tensor], value: int) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+def _pad(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

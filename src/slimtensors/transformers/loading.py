@@ -1,12 +1,13 @@
-"""Weights on their way from compressed files into a model, through transformers' own loader.
+"""Load compressed folders through the model loader of transformers.
 
-transformers renames, merges and places weights by a list of transforms. Ours stand in for those
-that convert, and for plain copies: they remember which tensors were asked for, and read these
-from the archive when their turn comes.
+transformers calls `SlimQuantizer` for folders whose `config.json` names our `quant_method`. Its
+loader renames, merges and places weights by a list of transforms. We replace the converting ones,
+and plain copies, by transforms that record which tensors are needed and later decode them from the
+archive.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -23,89 +24,271 @@ from transformers.core_model_loading import (
 )
 from transformers.distributed.utils import is_dtensor
 from transformers.integrations.accelerate import get_device
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from slimtensors.archive import Archive
-from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
+from slimtensors.archive.dialects import VERSION
+from slimtensors.errors import (
+    ConfigError,
+    CorruptFileError,
+    MismatchError,
+    UnsupportedVersionError,
+    nearest,
+)
+from slimtensors.folder.convert import COMPRESSED_TENSORS, quantization_of
 from slimtensors.parallel import Workers
+from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
-from slimtensors.transformers.weights import QuantizedFiles
+from slimtensors.tensor import Json, find_dtype
+from slimtensors.transformers.saving import StoredWeights, attach_saver
+from slimtensors.transformers.weights import QUANTIZED, QuantizedArchive
+
+METHOD = "slimtensors"
+"""The `quant_method` in `config.json`."""
 
 _ANY = "^(.+)$"
 
 
+@register_quantization_config(METHOD)
+class SlimConfig(QuantizationConfigMixin):
+    """The `quantization_config` section of a compressed folder.
+
+    Decoding does not depend on it: each tensor describes itself.
+    """
+
+    dequantize = True
+    """After loading, weights are dense, and transformers removes this section."""
+
+    def __init__(
+        self,
+        *,
+        quant_method: str = METHOD,
+        version: int = VERSION,
+        preset: str = "sparse",
+        dtype: str | None = None,
+        codecs: dict[str, int] | None = None,
+        bits_per_weight: float | None = None,
+        before: Json | None = None,
+        run_compressed: bool = False,
+        delta: Json | None = None,
+        **unknown: Any,
+    ) -> None:
+        if delta is not None:
+            raise ConfigError(
+                f"the folder is a delta of {delta.get('base')!r}, not a model; restore it first:"
+                " slimtensors restore DELTA --base BASE -o MODEL"
+            )
+        if version > VERSION:
+            raise UnsupportedVersionError(
+                f"config.json: quantization_config: format version {version} is newer than the"
+                f" supported version {VERSION}; upgrade slimtensors"
+            )
+        known = {"version", "preset", "dtype", "codecs", "bits_per_weight", "before"}
+        known |= {"run_compressed"}
+        for key in unknown:
+            raise ConfigError(
+                f"config.json: quantization_config: unknown key {key!r}; {nearest(key, known)}"
+            )
+        self.quant_method = quant_method
+        self.version = version
+        self.preset = preset
+        self.dtype = dtype
+        self.codecs = codecs or {}
+        self.bits_per_weight = bits_per_weight
+        self.before = before or {}
+        self.run_compressed = run_compressed
+
+
+@register_quantizer(METHOD)
+class SlimQuantizer(HfQuantizer):
+    """Load a compressed folder into an ordinary model, tensor by tensor."""
+
+    quantization_config: SlimConfig
+
+    def __init__(self, quantization_config: SlimConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        if not self.pre_quantized:
+            raise ConfigError(
+                "SlimConfig describes a compressed folder and cannot compress a dense one; load"
+                " the model without it, then call"
+                " slimtensors.transformers.enable(model, preset=...)"
+            )
+        known = (None, METHOD, COMPRESSED_TENSORS)
+        for section in quantization_config.before.values():
+            if isinstance(section, dict) and section.get("quant_method") not in known:
+                raise ConfigError(
+                    f"the weights are also quantized by {section['quant_method']}, which needs its"
+                    " own loader; run slimtensors decompress and load the result"
+                )
+        self._quantization = quantization_of(quantization_config.before)
+        self._reader: Reader | None = None
+        self._device_map: dict[str, Any] | None = None
+
+    def validate_environment(
+        self, *, device_map: str | dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Record the device map, which transformers may pass before or after files are opened."""
+        if isinstance(device_map, dict):
+            self._device_map = device_map
+            if self._reader:
+                self._reader.device_map = device_map
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the weights if transformers inferred it from compressed bytes."""
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            return dtype
+        if self.quantization_config.dtype is None:
+            raise ConfigError("config.json contains no dtype; pass dtype= to from_pretrained")
+        return find_dtype(self.quantization_config.dtype)
+
+    def get_new_dtype(
+        self, converter: WeightTransform, param: object, dtype: torch.dtype | None
+    ) -> torch.dtype | None:
+        """Move the dtype to our converter, which applies it after decoding."""
+        if isinstance(converter, DecodingConverter):
+            converter.dtype, dtype = dtype, None
+        return dtype
+
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], model: nn.Module
+    ) -> list[WeightTransform]:
+        """Add decoding to the transforms."""
+        return (
+            add_decoding(weight_conversions, self._reader) if self._reader else weight_conversions
+        )
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> nn.Module:
+        if checkpoint_files:  # None if the caller passes a state dict
+            self._reader = Reader(
+                checkpoint_files,
+                model,
+                self._quantization,
+                device_map=self._device_map,
+                run_compressed=self.quantization_config.run_compressed,
+            )
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        files: tuple[Path, ...] = ()
+        if self._reader:
+            self._reader.finish(model)
+            files = self._reader.files
+            model._weight_conversions = remove_decoding(model._weight_conversions)
+            if self._device_map and "disk" in self._device_map.values():
+                model.tie_weights(recompute_mapping=False)  # tied weights are two files on disk
+        is_quantized = self._quantization is not None
+        preset = QUANTIZED if is_quantized else self.quantization_config.preset
+        attach_saver(model, StoredWeights(preset, files, self._quantization))
+        return model
+
+    def is_serializable(self) -> bool:
+        """Return True: the model can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the model can be trained; its weights are dense."""
+        return True
+
+
 class Reader:
-    """The compressed files that a model is being loaded from."""
+    """The compressed files that a model is loaded from."""
 
     def __init__(
         self,
         files: Sequence[str],
-        device_map: Mapping[str, Any] | None = None,
+        model: nn.Module,
+        quantization: QuantizationConfig | None = None,
         *,
+        device_map: Mapping[str, Any] | None = None,
         run_compressed: bool = False,
-        view: Callable[[Archive], Archive | QuantizedFiles] = lambda archive: archive,
     ) -> None:
-        self.device_map = device_map
-        """Where the parts of the model go, if that is not all one place."""
-        self.run_compressed = run_compressed
-        """Whether weights of linear layers stay as they are stored."""
         for file in files:
             if not file.endswith(".safetensors"):
-                raise ConfigError(f"{file}: compressed weights are in .safetensors files")
+                raise ConfigError(f"{file}: compressed weights must be .safetensors files")
             if not Path(file).exists():
                 raise CorruptFileError(
-                    f"{file}: is missing, but the index names it; get the folder again"
+                    f"{file}: listed in the index but not found; download the folder again"
                 )
         self.files = tuple(Path(file) for file in files)
+        self.device_map = device_map
+        """Device of each module, if there are several."""
+        self.run_compressed = run_compressed
+        """Whether weights of linear layers stay compressed in memory."""
         archive = Archive.of_files(self.files)
         archive.check_whole()
-        self._archive = view(archive)
-        self._open = ExitStack()
-        self._workers = self._open.enter_context(Workers())
+        self._archive = (
+            archive if quantization is None else QuantizedArchive(archive, quantization, model)
+        )
+        self._resources = ExitStack()
+        self._workers = self._resources.enter_context(Workers())
         self._used: set[str] = set()
         self._has_compressed = False
 
     @property
     def owners(self) -> Mapping[str, str]:
-        """Which tensor each entry of the files belongs to."""
+        """Map from the entries of the files to the tensors that they belong to."""
         return self._archive.owners
 
-    def want(self, key: str) -> str:
-        """Return the tensor to which an entry of the files belongs, and note that it has a use."""
+    def mark_used(self, key: str) -> str:
+        """Return the tensor that an entry of the files belongs to, and record its use."""
         name = self.owners[key]
         self._used.add(name)
         return name
 
     def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """Read and decode a tensor; floats become `dtype`."""
+        """Read and decode a tensor; cast floats to `dtype`."""
         x = self._archive.load_one(name, self._workers.each)
         if dtype is None or not x.is_floating_point():
             return x
         return x.to(dtype)
 
     def read_compressed(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """Read a tensor that stays as it is stored, if that is possible; else decode it."""
+        """Read a tensor without decoding it; decode it if its codec cannot run compressed."""
         x = self._archive.load_compressed(name, self._workers.each)
         self._has_compressed |= isinstance(x, CompressedTensor)
         return x if dtype is None else x.to(dtype)
 
     def finish(self, model: nn.Module) -> None:
-        """Let go of the files; raise if the model had no use for any tensor in them."""
-        self._open.close()
+        """Release the files; raise if no tensor was used, or none runs compressed on request."""
+        self._resources.close()
         if not self._used:
-            kind = type(model).__name__
             raise MismatchError(
                 f"{self._archive.path}: none of its {len(self._archive)} tensors belongs to a"
-                f" {kind}; load it as one of the 'architectures' that its config.json names"
+                f" {type(model).__name__}; use a class listed under 'architectures' in its"
+                " config.json"
             )
         if self.run_compressed and not self._has_compressed:
             raise ConfigError(
-                f"{self._archive.path}: no linear layer is stored so that it can run compressed;"
-                " load it without run_compressed"
+                f"{self._archive.path}: no linear layer is stored in a format that can run"
+                " compressed; load it without run_compressed"
             )
 
 
-class DecodedConverter(WeightConverter):
-    """A conversion of weights that come decoded from the files."""
+def add_decoding(transforms: Sequence[WeightTransform], reader: Reader) -> list[WeightTransform]:
+    """Return transforms that have the same result for compressed files."""
+    plain_copy = WeightConverter(_ANY, r"\1", [_Copy()])
+    return [
+        PartsRenaming(reader.owners),
+        *(
+            DecodingConverter(t, reader) if isinstance(t, WeightConverter) else t
+            for t in transforms
+        ),
+        DecodingConverter(plain_copy, reader),
+    ]
+
+
+def remove_decoding(transforms: Sequence[WeightTransform]) -> list[WeightTransform]:
+    """Return the transforms that were passed to `add_decoding`; saving needs them."""
+    originals = [t.original if isinstance(t, DecodingConverter) else t for t in transforms]
+    return [t for t in originals if not isinstance(t, PartsRenaming) and not _is_plain_copy(t)]
+
+
+class DecodingConverter(WeightConverter):
+    """A weight conversion whose inputs are decoded from compressed files."""
 
     def __init__(self, original: WeightConverter, reader: Reader) -> None:
         super().__init__(
@@ -118,12 +301,12 @@ class DecodedConverter(WeightConverter):
         self.base_model_prefix = original.base_model_prefix
         self.original = original
         self.dtype: torch.dtype | None = None
-        """What floats are to become; transformers says when it asks for a tensor."""
+        """Target dtype of floats, set by transformers with each request for a tensor."""
         self._reader = reader
         self._read = reader.read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = copy(self)  # transformers asks for one per tensor, so it must be cheap
+        twin = copy(self)  # transformers copies it once per tensor, so it must be cheap
         twin.operations = deepcopy(self.operations, memo)
         twin.collected_tensors, twin.layer_targets = defaultdict(list), defaultdict(set)
         return twin
@@ -131,71 +314,87 @@ class DecodedConverter(WeightConverter):
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: object
     ) -> None:
-        """Note which tensor is wanted, instead of the bytes that transformers found."""
+        """Record the name of a tensor in place of the bytes that transformers has read."""
         if isinstance(future, Future):
             future.cancel()
-        name = self._reader.want(source_key)
-        wanted = self.collected_tensors[source_pattern]
-        if name not in wanted:  # of a tensor in parts, every part comes here
-            wanted.append(name)
+        name = self._reader.mark_used(source_key)
+        names = self.collected_tensors[source_pattern]
+        if name not in names:  # called once for each part of a tensor
+            names.append(name)
         self.layer_targets[target_key].add(source_key)
 
     def materialize_tensors(self) -> dict[str, list[Tensor]]:
-        """Read what was noted."""
-        wanted = {pattern: list(names) for pattern, names in self.collected_tensors.items()}
+        """Read the recorded tensors."""
+        collected = {pattern: list(names) for pattern, names in self.collected_tensors.items()}
         self.collected_tensors.clear()
         return {
             pattern: [self._read(name, self.dtype) for name in names]
-            for pattern, names in wanted.items()
+            for pattern, names in collected.items()
         }
 
     def convert(
         self, layer_name: str, model: Any = None, *, loading_info: Any = None, **options: Any
     ) -> dict[str, Tensor]:
-        """Return the weights of the model; those of a wrong shape are reported, not returned."""
-        if self._stays_compressed(layer_name, model):
+        """Return the weights of the model; report those of another shape in `loading_info`."""
+        if self._can_stay_compressed(layer_name, model):
             self._read = self._reader.read_compressed
-        found = super().convert(layer_name, model=model, loading_info=loading_info, **options)
-        fitting = {}
-        for name, x in found.items():
+        converted = super().convert(layer_name, model=model, loading_info=loading_info, **options)
+        matching = {}
+        for name, x in converted.items():
             x = x[0] if isinstance(x, list) else x
-            place = model.get_parameter_or_buffer(name)
-            if is_dtensor(place):
-                raise ConfigError(f"{name}: cannot be loaded in pieces; decompress the folder")
-            if x.shape == place.shape:
-                fitting[name] = x
-            else:  # transformers checks this itself only where there is no quantizer
+            parameter = model.get_parameter_or_buffer(name)
+            if is_dtensor(parameter):
+                raise ConfigError(
+                    f"{name}: tensor-parallel loading is not supported; decompress the folder first"
+                )
+            if x.shape == parameter.shape:
+                matching[name] = x
+            else:  # with a quantizer, transformers does not check shapes itself
                 loading_info.missing_keys.discard(name)
-                loading_info.mismatched_keys.add((name, x.shape, place.shape))
-        return fitting | self._tied_on_disk(model, fitting)
+                loading_info.mismatched_keys.add((name, x.shape, parameter.shape))
+        return matching | self._copy_tied_to_disk(model, matching)
 
-    def _stays_compressed(self, name: str, model: Any) -> bool:
-        """Tell whether a weight can be one that is held as it is stored."""
+    def _can_stay_compressed(self, name: str, model: Any) -> bool:
+        """Return True if a weight may stay compressed in memory."""
         if not self._reader.run_compressed or not _is_plain_copy(self):
             return False
-        places = self._reader.device_map
-        is_on_disk = bool(places) and get_device(places, name) == "disk"
+        device_map = self._reader.device_map
+        is_on_disk = bool(device_map) and get_device(device_map, name) == "disk"
         layer, _, parameter = name.rpartition(".")
         is_weight = parameter == "weight" and isinstance(model.get_submodule(layer), nn.Linear)
         tied = model.all_tied_weights_keys
         is_tied = name in tied or name in tied.values()
         return is_weight and not is_tied and not is_on_disk
 
-    def _tied_on_disk(self, model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is tied to weights that go to the disk, where nothing can be tied.
+    def _copy_tied_to_disk(self, model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies for weights that are tied to `found` and offloaded to disk.
 
-        transformers would point to the entry of the compressed file instead.
+        Files cannot be tied, and transformers would refer to the compressed file instead.
         """
-        places = self._reader.device_map
-        if not places:
+        device_map = self._reader.device_map
+        if not device_map:
             return {}
         tied = model.all_tied_weights_keys.items()
-        pairs = [(name, home) for name, home in tied if home in found]
-        return {name: found[home] for name, home in pairs if get_device(places, name) == "disk"}
+        pairs = [(name, source) for name, source in tied if source in found]
+        return {
+            name: found[source] for name, source in pairs if get_device(device_map, name) == "disk"
+        }
 
 
-class _AsItIs(ConversionOps):
-    """The conversion of a weight that needs none."""
+class PartsRenaming(WeightRenaming):
+    """Rename all parts of a tensor to the tensor."""
+
+    def __init__(self, owners: Mapping[str, str]) -> None:
+        super().__init__("^$", "")  # the table is used, not the pattern
+        self._owners = owners
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the tensor that an entry of a file belongs to."""
+        return self._owners.get(source_key, source_key), None
+
+
+class _Copy(ConversionOps):
+    """The conversion that returns a weight unchanged."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -203,42 +402,10 @@ class _AsItIs(ConversionOps):
     def convert(
         self, input_dict: dict[str, list[Tensor]], *, full_layer_name: str, **_: Any
     ) -> dict[str, Tensor]:
-        """Give the only tensor its name."""
+        """Return the only tensor under the name of the layer."""
         (tensors,) = input_dict.values()
         return {full_layer_name: tensors[0]}
 
 
-class PartsRenaming(WeightRenaming):
-    """Gives all parts of a tensor the name of the tensor."""
-
-    def __init__(self, owners: Mapping[str, str]) -> None:
-        super().__init__("^$", "")  # the table decides, not a pattern
-        self._owners = owners
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return the owner of what stands in a file."""
-        return self._owners.get(source_key, source_key), None
-
-
-def decoded(transforms: Sequence[WeightTransform], reader: Reader) -> list[WeightTransform]:
-    """Return transforms that do the same with what is in compressed files."""
-    every_other = WeightConverter(_ANY, r"\1", [_AsItIs()])
-    return [
-        PartsRenaming(reader.owners),
-        *(DecodedConverter(t, reader) if isinstance(t, WeightConverter) else t for t in transforms),
-        DecodedConverter(every_other, reader),
-    ]
-
-
-def originals(transforms: Sequence[WeightTransform]) -> list[WeightTransform]:
-    """Return the transforms that `decoded` was given, for saving the model later."""
-    kept = [t.original if isinstance(t, DecodedConverter) else t for t in transforms]
-    return [t for t in kept if not _is_ours(t)]
-
-
-def _is_ours(transform: WeightTransform) -> bool:
-    return isinstance(transform, PartsRenaming) or _is_plain_copy(transform)
-
-
 def _is_plain_copy(transform: WeightTransform) -> bool:
-    return any(isinstance(o, _AsItIs) for o in getattr(transform, "operations", []))
+    return any(isinstance(o, _Copy) for o in getattr(transform, "operations", []))

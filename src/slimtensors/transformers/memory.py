@@ -1,4 +1,4 @@
-"""How much memory a piece of code takes at its worst."""
+"""Measure the peak memory of a block of code."""
 
 import resource
 import sys
@@ -12,27 +12,33 @@ import torch
 
 @dataclass
 class PeakMemory:
-    """What `measure_memory` found, once its block has ended."""
+    """Result of `measure_memory`, set when its block ends."""
 
     overall_peak_memory: int = 0
-    """Bytes: of all GPUs together, or resident in main memory where there is no GPU."""
+    """Bytes on all GPUs, or resident bytes of the process without a GPU."""
 
 
 @contextmanager
 def measure_memory() -> Iterator[PeakMemory]:
-    """Measure the peak memory of a block: GPU memory where there is a GPU, else main memory."""
+    """Measure the peak memory of a block: GPU memory with a GPU, else resident memory.
+
+    Example:
+        >>> with measure_memory() as peak:
+        ...     output = model(tokens)
+        >>> print(peak.overall_peak_memory)
+    """
     measured = PeakMemory()
     gpus = range(torch.cuda.device_count())
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
-    with suppress(OSError):  # only Linux lets the peak start again; elsewhere it is the process's
+    with suppress(OSError):  # only Linux can reset the peak; elsewhere it is that of the process
         Path("/proc/self/clear_refs").write_text("5")
     yield measured
-    of_gpus = sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
-    measured.overall_peak_memory = of_gpus if gpus else _peak_of_process()
+    gpu_bytes = sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus)
+    measured.overall_peak_memory = gpu_bytes if gpus else _read_process_peak()
 
 
-def _peak_of_process() -> int:
+def _read_process_peak() -> int:
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,11 +1,10 @@
-"""`oneshot`: make a model of transformers sparse and quantized, without training it."""
+"""`oneshot`: prune and quantize a transformers model without training it."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,10 +12,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from slimtensors.archive import inspect
+from slimtensors.archive.write import ArchiveSource, write
+from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
-from slimtensors.folder.config_json import read_config
-from slimtensors.folder.convert import Rewrite, convert_folder
+from slimtensors.folder.config_json import read_config, update_config
+from slimtensors.folder.convert import describe_codes
 from slimtensors.layerwise.engine import Progress
 from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.layerwise.report import LayerReport
@@ -26,33 +27,90 @@ from slimtensors.recipe.calibration import Batch, batches_for
 from slimtensors.recipe.modifiers import QuantizationModifier
 from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, config_for
 from slimtensors.recipe.report import FILE, Report, measure
-from slimtensors.storage import StrPath, write_json
+from slimtensors.storage import INDEX, StrPath, note_parameters, write_json
 from slimtensors.storage.atomic import create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
-from slimtensors.transformers.data import columns_for, unused_columns
+from slimtensors.transformers.data import find_unused_columns, select_columns
 from slimtensors.transformers.saving import enable
+from slimtensors.transformers.weights import (
+    collect_weights,
+    encode_layers,
+    sort_like_safetensors,
+)
 
-Told = TypeVar("Told", bound=Report)
+AnyReport = TypeVar("AnyReport", bound=Report)
 
 _SPARSE = 0.4
-"""The share of zeros from which on codes are smaller with a mask than packed."""
+"""Fraction of zeros from which codes with a mask are smaller than packed codes."""
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise if a model cannot be saved as a folder of transformers."""
-    if not isinstance(model, PreTrainedModel):
-        kind = type(model).__name__
-        raise ConfigError(f"{kind} is no model of transformers; slimtensors.save can store it")
+def oneshot(
+    model: nn.Module | StrPath,
+    recipe: Any,
+    dataset: Any = None,
+    *,
+    output_dir: StrPath | None = None,
+    save_compressed: bool = True,
+    calibration: Calibration | None = None,
+    tokenizer: Any = None,
+) -> tuple[Any, Report]:
+    """Apply a recipe to a model without training; return the model and a report.
+
+    Args:
+        model: module, changed in place; or a folder, dense or compressed, or a model name.
+        recipe: modifiers, stages, YAML, or the path of a YAML file.
+        dataset: calibration data: texts, a local txt, jsonl or csv file, a `datasets.Dataset`, a
+            DataLoader, or a list of batches.
+        output_dir: folder for the model, `recipe.yaml` and `report.json`. It appears when it is
+            complete, and replaces an existing model folder.
+        save_compressed: save in the format that suits the model; False saves dense weights.
+        calibration: amount of data, and how it is made from texts.
+        tokenizer: tokenizer for texts; by default that of the folder.
+
+    Example:
+        >>> from slimtensors.recipe import GPTQ
+        >>> from slimtensors.transformers import oneshot
+        >>> recipe = [GPTQ("W4A16", ignore=["lm_head"])]
+        >>> model, report = oneshot("my-model", recipe, "text.txt", output_dir="my-w4a16")
+        >>> print(report)
+    """
+    parsed = Recipe.of(recipe)
+    settings = calibration or Calibration()
+    check_recipe(parsed, has_data=dataset is not None)
+    with _create_output(output_dir) as folder:
+        loaded = load_model(model)
+        if folder is not None:
+            _check_savable(loaded)
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
+        batches: list[Batch] = []
+        texts: list[Batch] = []
+        notes: list[str] = []
+        if dataset is not None:
+            batches, notes = _make_batches(loaded, dataset, settings, tokenizer)
+        if settings.evaluate is not None:
+            texts, missing = _make_batches(loaded, settings.evaluate, settings, tokenizer)
+            notes += [f"evaluate: {note}" for note in missing]
+        before = measure(loaded, texts) if texts else None
+        with _show_progress() as start:
+            steps = apply_recipe(loaded, parsed, batches, work=settings.work, start=start)
+        report = Report.of(loaded, steps, notes)
+        if before is not None:
+            report = replace(report, quality=measure(loaded, texts).compare(before))
+        if folder is not None:
+            report = save_model(loaded, folder, parsed, report, save_compressed=save_compressed)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+    return loaded, report
 
 
 def save_model(
-    model: Any, folder: Path, recipe: Recipe, report: Told, *, save_compressed: bool
-) -> Told:
-    """Save a model with its recipe and its report, and return the report with what it took.
+    model: Any, folder: Path, recipe: Recipe, report: AnyReport, *, save_compressed: bool
+) -> AnyReport:
+    """Save a model with its recipe and report; return the report with the stored sizes.
 
-    What is quantized is stored as compressed-tensors has it, for stock loaders; what is also sparse
-    as codes and masks, which takes less, unless activations are quantized too; what is only sparse
-    in the preset `sparse`.
+    A quantized model is stored in the dialect compressed-tensors, which other loaders read. If it
+    is also sparse, and activations are not quantized, it is stored in the dialect slim, which is
+    smaller. A sparse model is stored with the preset `sparse`.
     """
     enable(model)
     quantizing = [each for each in recipe.modifiers if isinstance(each, QuantizationModifier)]
@@ -72,87 +130,65 @@ def save_model(
 
 
 def _save_quantized(model: Any, config: QuantizationConfig, folder: Path) -> str:
+    """Write the dialect compressed-tensors; return the format."""
     state = ModelCompressor(config).compress(model)
     try:
         type(model).save_pretrained(model, folder, state_dict=state)
         return str(model.config.quantization_config["format"])
     finally:
-        del model.config.quantization_config  # of the folder: the model itself has dense weights
+        del model.config.quantization_config  # the weights of the model in memory are dense
 
 
 def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> str:
-    with TemporaryDirectory(prefix=".", dir=folder.parent) as beside:
-        first = Path(beside, "quantized")
-        _save_quantized(model, config, first)
-        convert_folder(first, folder, to="slim", how=Rewrite(replace=True))
+    """Write the dialect slim: the codes of each quantized layer as one tensor."""
+    state = ModelCompressor(config).compress(model)
+    section = model.config.quantization_config
+    del model.config.quantization_config  # the weights of the model in memory are dense
+    sources = collect_weights(model, state, save_original_format=True)
+    encoded = encode_layers(sort_like_safetensors(sources), section, model.dtype)
+    type(model).save_pretrained(model, folder, state_dict={})
+    summary = write(
+        ArchiveSource(encoded),
+        folder,
+        preset=presets.lossless,
+        dialect="slim",
+        max_shard_size="50GB",
+    )
+    note_parameters(folder / INDEX, summary.items)
+    update_config(folder, lambda data: describe_codes(data, summary, model.dtype))
     return "slim"
 
 
-def oneshot(
-    model: nn.Module | StrPath,
-    recipe: Any,
-    dataset: Any = None,
-    *,
-    output_dir: StrPath | None = None,
-    save_compressed: bool = True,
-    calibration: Calibration | None = None,
-    tokenizer: Any = None,
-) -> tuple[Any, Report]:
-    """Do to a model what a recipe says, and return it with a report.
-
-    `model` is changed in place, or loaded from a folder, compressed or not, or by name. `recipe`
-    is modifiers, stages, YAML, or the path of a YAML file. `dataset` is a list of texts, a local
-    txt, jsonl or csv file, a `datasets.Dataset`, a DataLoader, or a list of batches; texts need a
-    `tokenizer`, by default that of the folder. With an `output_dir`, the model is saved there, in
-    the format that suits it unless `save_compressed` is off, with `recipe.yaml` and `report.json`;
-    the folder appears when it is complete, and replaces one that holds a model.
-    """
-    made = Recipe.of(recipe)
-    how = calibration or Calibration()
-    check_recipe(made, has_data=dataset is not None)
-    with _folder(output_dir) as folder:
-        loaded = load_model(model)
-        if folder is not None:
-            check_model(loaded)
-        words = tokenizer if tokenizer is not None else load_tokenizer(model)
-        batches, notes = ([], []) if dataset is None else _batches(loaded, dataset, how, words)
-        texts: list[Batch] = []
-        if how.evaluate is not None:
-            texts, missing = _batches(loaded, how.evaluate, how, words)
-            notes += [f"evaluate: {note}" for note in missing]
-        before = measure(loaded, texts) if texts else None
-        with _bars() as start:
-            steps = apply_recipe(loaded, made, batches, work=how.work, start=start)
-        report = Report.of(loaded, steps, notes)
-        if before is not None:
-            report = replace(report, quality=measure(loaded, texts).compare(before))
-        if folder is not None:
-            report = save_model(loaded, folder, made, report, save_compressed=save_compressed)
-            if words is not None:
-                words.save_pretrained(folder)
-    return loaded, report
+def _check_savable(model: nn.Module) -> None:
+    """Raise if a model cannot be saved as a folder of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"output_dir requires a model of transformers, got {type(model).__name__};"
+            " use slimtensors.save instead"
+        )
 
 
-def _folder(path: StrPath | None) -> AbstractContextManager[Path | None]:
-    """Give a folder that takes its place at the end; that it can is known from the beginning."""
+def _create_output(path: StrPath | None) -> AbstractContextManager[Path | None]:
+    """Return a context with the folder to fill; raise at once if `path` cannot be written."""
     return nullcontext() if path is None else create_folder(path, replace=True)
 
 
-def _batches(
-    model: Any, dataset: Any, how: Calibration, tokenizer: Any
+def _make_batches(
+    model: Any, dataset: Any, settings: Calibration, tokenizer: Any
 ) -> tuple[list[Batch], list[str]]:
-    """Return batches on the model's device, and what of them is not as asked for."""
-    given, notes = batches_for(model, dataset, how, tokenizer=tokenizer)
-    batches = remove_padding(model, given)  # now, as the model may not take the mask
-    unused = sorted({name for batch in batches for name in unused_columns(model, batch)})
+    """Return batches on the device of the model, and notes on deviations from the request."""
+    padded, notes = batches_for(model, dataset, settings, tokenizer=tokenizer)
+    # Before columns are selected: the model may not accept the attention mask.
+    batches = remove_padding(model, padded)
+    unused = sorted({name for batch in batches for name in find_unused_columns(model, batch)})
     if unused:
-        notes.append(f"the model does not take {', '.join(unused)}: left out")
-        batches = [columns_for(model, batch) for batch in batches]
+        notes.append(f"columns that the model does not accept are ignored: {', '.join(unused)}")
+        batches = [select_columns(model, batch) for batch in batches]
     device = next(model.parameters()).device
-    return [_on(device, batch) for batch in batches], notes
+    return [_move(batch, device) for batch in batches], notes
 
 
-def _on(device: Any, batch: Batch) -> Batch:
+def _move(batch: Batch, device: Any) -> Batch:
     if hasattr(batch, "to"):
         return batch.to(device)
     if hasattr(batch, "items"):
@@ -161,8 +197,8 @@ def _on(device: Any, batch: Batch) -> Batch:
 
 
 @contextmanager
-def _bars() -> Iterator[Start]:
-    """Show a bar on stderr for each modifier, if somebody is looking."""
+def _show_progress() -> Iterator[Start]:
+    """Show a progress bar per modifier if stderr is a terminal."""
     bars: list[Any] = []
 
     def start(name: str) -> Progress:

@@ -1,6 +1,5 @@
-"""Models that write themselves compressed: what `save_pretrained` does once a model is enabled."""
+"""Save models compressed: the `save_pretrained` of an enabled model."""
 
-import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.compat.formats import preset_of
-from slimtensors.errors import ConfigError, FormatError
+from slimtensors.errors import ConfigError
 from slimtensors.folder.compress import described
 from slimtensors.folder.config_json import SparsityConfig, parse_section, read_config, update_config
 from slimtensors.parallel import Each
@@ -26,103 +25,85 @@ from slimtensors.runtime import CompressedTensor, CsrTensor
 from slimtensors.runtime.stored import to_encoded
 from slimtensors.storage import INDEX, StrPath, local_path, note_parameters, parse_size
 from slimtensors.tensor import Json
-from slimtensors.transformers import weights
 from slimtensors.transformers.weights import (
     QUANTIZED,
-    QuantizedFiles,
+    QuantizedArchive,
     check_unchanged,
-    copy_weights,
-    same_weights,
+    collect_weights,
+    copy_weight_files,
+    measure_sparsity,
+    reuse_stored,
+    to_dense,
     with_sections_of,
 )
 
-_log = logging.getLogger(__name__)
-
-
-def find_unchanged(items: Sequence[TensorSource], files: Sequence[Path]) -> list[TensorSource]:
-    """Return `items`, those that would else differ to be copied from there if equal."""
-    if not files:
-        return list(items)
-    try:
-        archive = Archive.of_files(files)
-    except (OSError, FormatError) as error:
-        _log.warning("weights are rounded anew, as they cannot be compared with the old: %s", error)
-        return list(items)
-    return [_copied(item, archive) for item in items]
-
-
-def _copied(item: TensorSource, archive: Archive) -> TensorSource:
-    name = item.name
-    plan = archive.plan(name) if name in archive else None
-    if plan is None or archive.spec(name) != item.spec:
-        return item
-
-    def read(each: Each) -> Tensor | Encoded | PackedTensor | None:
-        x = item.read(each)
-        is_held = isinstance(x, CompressedTensor)
-        if not isinstance(x, Tensor) or not (is_held or plan.is_lossy):
-            return x
-        old = archive.load_compressed(name, each) if is_held else archive.load_one(name, each)
-        return archive.packed(name) if same_weights(old, x) else x
-
-    return replace(item, read=read)
-
-
 Model = TypeVar("Model", bound=nn.Module)
 
-_WORTH_TELLING = 0.05
-"""The share of zeros from which on `config.json` mentions them."""
-_NOT_COMPRESSED = {
+_MIN_SPARSITY = 0.05
+"""Fraction of zeros from which a model counts as sparse."""
+
+_UNSUPPORTED_OPTIONS = {
     "push_to_hub": "call model.push_to_hub(name) instead",
-    "variant": "save to a folder of its own instead",
+    "variant": "save to another folder instead",
     "distributed_checkpoint": "pass save_compressed=False",
 }
-"""Options of transformers that have no meaning for compressed weights, and what to do."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How a model's weights were stored where it comes from."""
-
-    preset: str | None = None
-    """None: dense."""
-    files: tuple[Path, ...] = ()
-    quantization: QuantizationConfig | None = None
-    """How compressed-tensors quantized them, if it did."""
+"""Options of transformers that compressed weights do not support, and the alternative."""
 
 
 def enable(model: Model, *, preset: str | None = None) -> Model:
-    """Give the `save_pretrained` of a model our arguments, and return the model.
+    """Let the `save_pretrained` of a transformers model write compressed weights; return the model.
 
-    `preset` is how it saves weights when nothing else is asked for; with none it saves them dense.
+    Models loaded from compressed folders are enabled already.
+
+    Args:
+        model: model of transformers, changed in place.
+        preset: preset that `save_pretrained` uses by default; None saves dense weights unless
+            `save_compressed=True` or a `sparsity_config` is passed to it.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from slimtensors.transformers import enable
+        >>> model = enable(AutoModelForCausalLM.from_pretrained("my-model"), preset="lossless")
+        >>> model.save_pretrained("my-model-slim")
     """
     if preset is not None:
         presets.find(preset)
-    return enable_as(model, Origin(preset))
+    return attach_saver(model, StoredWeights(preset))
 
 
-def enable_as(model: Model, origin: Origin) -> Model:
-    """Do what `enable` does for a model that comes from compressed files."""
+@dataclass(frozen=True)
+class StoredWeights:
+    """How the weights of a model are stored in the folder it was loaded from."""
+
+    preset: str | None = None
+    """None for dense weights."""
+    files: tuple[Path, ...] = ()
+    quantization: QuantizationConfig | None = None
+    """The config of compressed-tensors, if it quantized them."""
+
+
+def attach_saver(model: Model, stored: StoredWeights) -> Model:
+    """Replace the `save_pretrained` of a model that was loaded from `stored`."""
     config: Any = model.config
     section = getattr(config, "sparsity_config", None)
     if section is not None:
-        del config.sparsity_config  # said anew whenever the model is saved
+        del config.sparsity_config  # written again by each save
     attributes: Any = model
     attributes.sparsity_config = parse_section(section) if section else None
-    attributes.save_pretrained = SavePretrained(model, origin)
+    attributes.save_pretrained = SavePretrained(model, stored)
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """Tell whether a model has our `save_pretrained`."""
+    """Return True if `enable` was called for a model."""
     return isinstance(model.save_pretrained, SavePretrained)
 
 
 class SavePretrained:
-    """The `save_pretrained` of one model. An object, so that it is copied and pickled with it."""
+    """The `save_pretrained` of one model; an object, so that it is copied and pickled with it."""
 
-    def __init__(self, model: Any, origin: Origin) -> None:
-        self._model, self._origin = model, origin
+    def __init__(self, model: Any, stored: StoredWeights) -> None:
+        self._model, self._stored = model, stored
 
     def __call__(
         self,
@@ -133,48 +114,51 @@ class SavePretrained:
         skip_compression_stats: bool = False,
         **options: Any,
     ) -> None:
-        """Save the model; its weights compressed if asked for, or if they were when it was loaded.
+        """Save the model, compressed if requested or if it was loaded compressed.
 
-        `sparsity_config` names a sparse format. `save_compressed=True` finds one by itself: that of
-        the folder the model was loaded from, else sparse where at least 5 % are zeros, else
-        lossless. A dense model with so many zeros has them described in `config.json`, unless
-        `skip_compression_stats` is set. Other options are those of transformers.
+        Args:
+            save_directory: folder to write.
+            sparsity_config: sparse format to use.
+            save_compressed: True chooses a format: that of the folder that the model was loaded
+                from, else `sparse` with at least 5 % zeros, else `lossless`. False saves dense
+                weights.
+            skip_compression_stats: do not describe the sparsity of a dense model in `config.json`.
+            options: arguments of `save_pretrained` of transformers.
         """
         if sparsity_config is not None and save_compressed is False:
-            raise ConfigError("sparsity_config asks for what save_compressed=False refuses")
+            raise ConfigError("sparsity_config cannot be combined with save_compressed=False")
         folder = local_path(save_directory)
-        preset = self._preset(sparsity_config, save_compressed)
+        preset = self._choose_preset(sparsity_config, save_compressed)
         if preset != "dense" and not getattr(self._model, "_hf_peft_config_loaded", False):
-            self._model.sparsity_config = self._compressed(folder, preset, **options)
+            self._model.sparsity_config = self._save_compressed(folder, preset, **options)
             return
-        self._as_ever(folder, **options)
-        is_asked = sparsity_config is not None
-        found = None if skip_compression_stats else self._described_dense(folder, is_asked)
-        self._model.sparsity_config = found
+        self._save_dense(folder, **options)
+        is_requested = sparsity_config is not None
+        self._model.sparsity_config = (
+            None if skip_compression_stats else self._describe_sparsity(folder, is_requested)
+        )
 
-    def _preset(self, sparsity_config: SparsityConfig | None, save_compressed: bool | None) -> str:
+    def _choose_preset(
+        self, sparsity_config: SparsityConfig | None, save_compressed: bool | None
+    ) -> str:
         if sparsity_config is not None:
             return preset_of(sparsity_config.format)
         if save_compressed is False:
             return "dense"
-        if self._origin.preset is not None:
-            return self._origin.preset
+        if self._stored.preset is not None:
+            return self._stored.preset
         if save_compressed is None:
             return "dense"
-        return (
-            "sparse"
-            if weights.measured_weights(self._model).share >= _WORTH_TELLING
-            else "lossless"
-        )
+        return "sparse" if measure_sparsity(self._model).share >= _MIN_SPARSITY else "lossless"
 
-    def _as_ever(self, folder: Path, **options: Any) -> None:
-        given = options.get("state_dict")
-        state = self._model.state_dict() if given is None else given
+    def _save_dense(self, folder: Path, **options: Any) -> None:
+        state = options.get("state_dict")
+        state = self._model.state_dict() if state is None else state
         if any(isinstance(x, CompressedTensor) for x in state.values()):
-            options["state_dict"] = {name: weights.dense_weights(x) for name, x in state.items()}
+            options["state_dict"] = {name: to_dense(x) for name, x in state.items()}
         type(self._model).save_pretrained(self._model, folder, **options)
 
-    def _compressed(
+    def _save_compressed(
         self,
         folder: Path,
         preset: str,
@@ -185,129 +169,137 @@ class SavePretrained:
         save_original_format: bool = True,
         **options: Any,
     ) -> SparsityConfig | None:
-        for option in _NOT_COMPRESSED.keys() & options.keys():
+        for option in _UNSUPPORTED_OPTIONS.keys() & options.keys():
             if options[option]:
-                advice = _NOT_COMPRESSED[option]
-                raise ConfigError(f"{option}: cannot be done with compressed weights; {advice}")
+                raise ConfigError(
+                    f"{option} is not supported with compressed weights;"
+                    f" {_UNSUPPORTED_OPTIONS[option]}"
+                )
         if not is_main_process:
             return None
         if folder.is_file():
-            raise ConfigError(f"{folder}: is a file, not a folder")
-        given = self._model.state_dict() if state_dict is None else dict(state_dict)
-        items = weights.weight_items(self._model, given, save_original_format=save_original_format)
+            raise ConfigError(f"{folder} is a file, not a folder")
+        state = self._model.state_dict() if state_dict is None else dict(state_dict)
+        sources = collect_weights(self._model, state, save_original_format=save_original_format)
         if preset == QUANTIZED:
-            self._as_it_was(folder, items, parse_size(max_shard_size), **options)
+            self._copy_quantized(folder, sources, parse_size(max_shard_size), **options)
             return None
-        found: dict[str, Sparsity] = {}
-        items = [_measured(item, found) for item in items]
-        if preset == self._origin.preset:
-            items = find_unchanged(items, self._origin.files)
-            items = [_stored_as(item, _codes) for item in items]
+        sparsity: dict[str, Sparsity] = {}
+        sources = [_measure_on_read(source, sparsity) for source in sources]
+        if preset == self._stored.preset:
+            sources = reuse_stored(sources, self._stored.files)
+            sources = [_convert_on_read(source, _encode) for source in sources]
         else:
-            items = [_stored_as(item, weights.dense_weights) for item in items]
+            sources = [_convert_on_read(source, to_dense) for source in sources]
         folder.mkdir(parents=True, exist_ok=True)
-        # All but the weights goes to a place of its own first: transformers would remove the
-        # shards of an older model, which must stay until the new ones are complete.
-        with TemporaryDirectory(prefix=".", dir=folder) as others:
-            self._as_ever(Path(others), state_dict={}, **options)
+        # Other files are written to a temporary folder first: transformers would remove the shards
+        # of an older model, which must stay until the new ones are complete.
+        with TemporaryDirectory(prefix=".", dir=folder) as temporary:
+            self._save_dense(Path(temporary), state_dict={}, **options)
             summary = write(
-                ArchiveSource(items),
+                ArchiveSource(sources),
                 folder,
                 preset=preset,
                 dialect="slim",
                 max_shard_size=max_shard_size,
             )
             note_parameters(folder / INDEX, summary.items)
-            described_as = _edited(
-                Path(others),
-                lambda config: self._as_chosen(
-                    described(config, summary, found, preset=preset, dialect="slim")
+            section = _update_config(
+                Path(temporary),
+                lambda config: self._keep_run_compressed(
+                    described(config, summary, sparsity, preset=preset, dialect="slim")
                 ),
             )
-            shutil.copytree(others, folder, dirs_exist_ok=True)
-        return described_as
+            shutil.copytree(temporary, folder, dirs_exist_ok=True)
+        return section
 
-    def _as_chosen(self, config: Json) -> Json:
-        """Return `config` with the choice of `run_compressed` that stood where the model was."""
+    def _keep_run_compressed(self, config: Json) -> Json:
+        """Copy `run_compressed` from the folder that the model was loaded from."""
         section = config.get("quantization_config")
-        if section and self._origin.files and (source := self._origin.files[0].parent).is_dir():
+        if section and self._stored.files and (source := self._stored.files[0].parent).is_dir():
             before = read_config(source).get("quantization_config", {})
             if "run_compressed" in before:
                 section["run_compressed"] = before["run_compressed"]
         return config
 
-    def _as_it_was(
-        self, folder: Path, items: Sequence[TensorSource], limit: int | None, **options: Any
+    def _copy_quantized(
+        self, folder: Path, sources: Sequence[TensorSource], limit: int | None, **options: Any
     ) -> None:
-        """Copy the weights of the folder that the model came from, if they are still its own."""
-        source, config = self._origin.files[0].parent, self._origin.quantization
-        assert config is not None, "that is what the preset says"
-        if any(not file.exists() for file in self._origin.files):
-            raise ConfigError(f"{source}: is gone; pass save_compressed=False for dense weights")
-        archive = Archive.of_files(self._origin.files)
+        """Copy the files that the model was loaded from; raise if its weights have changed."""
+        source, config = self._stored.files[0].parent, self._stored.quantization
+        assert config is not None, "the preset QUANTIZED implies a config"
+        for file in self._stored.files:
+            if not file.exists():
+                raise ConfigError(
+                    f"{file} no longer exists; pass save_compressed=False to save dense weights"
+                )
+        archive = Archive.of_files(self._stored.files)
         shards = archive.shards()
-        for file in self._origin.files:
+        for file in self._stored.files:
             is_divisible = len(shards.get(file.name, ())) > 1
             if is_divisible and limit is not None and file.stat().st_size > limit:
                 raise ConfigError(
-                    f"max_shard_size: quantized weights are copied as they are, and {file} is"
-                    " larger; slimtensors convert writes them in other shards"
+                    f"max_shard_size is smaller than {file}, and files with quantized weights are"
+                    " copied unchanged; use slimtensors convert to write other shards"
                 )
-        check_unchanged(items, QuantizedFiles(archive, config, self._model))
+        check_unchanged(sources, QuantizedArchive(archive, config, self._model))
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".", dir=folder) as others:
-            self._as_ever(Path(others), state_dict={}, **options)
-            update_config(Path(others), lambda config: with_sections_of(config, source))
-            copy_weights(source, folder)
-            shutil.copytree(others, folder, dirs_exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder) as temporary:
+            self._save_dense(Path(temporary), state_dict={}, **options)
+            update_config(Path(temporary), lambda config: with_sections_of(config, source))
+            copy_weight_files(source, folder)
+            shutil.copytree(temporary, folder, dirs_exist_ok=True)
 
-    def _described_dense(self, folder: Path, is_asked: bool) -> SparsityConfig | None:
-        overall = weights.measured_weights(self._model)
-        if overall.share < _WORTH_TELLING and not is_asked:
+    def _describe_sparsity(self, folder: Path, is_requested: bool) -> SparsityConfig | None:
+        """Add a `sparsity_config` to the `config.json` of a dense model with many zeros."""
+        overall = measure_sparsity(self._model)
+        if overall.share < _MIN_SPARSITY and not is_requested:
             return None
         section = SparsityConfig(
             sparsity_structure=overall.structure, global_sparsity=round(overall.share, 4)
         )
-        return _edited(folder, lambda config: {**config, "sparsity_config": section.to_dict()})
+        return _update_config(
+            folder, lambda config: {**config, "sparsity_config": section.to_dict()}
+        )
 
 
-def _measured(item: TensorSource, found: dict[str, Sparsity]) -> TensorSource:
-    """Return an item that is measured on its way."""
+def _measure_on_read(source: TensorSource, sparsity: dict[str, Sparsity]) -> TensorSource:
+    """Return a source that adds its sparsity to `sparsity` when it is read."""
 
     def read(each: Each) -> Tensor | Encoded | PackedTensor | None:
-        x = item.read(each)
+        x = source.read(each)
         if isinstance(x, Tensor):
-            found[item.name] = sparsity_of(weights.dense_weights(x))
+            sparsity[source.name] = sparsity_of(to_dense(x))
         return x
 
-    return replace(item, read=read)
+    return replace(source, read=read)
 
 
-def _codes(x: CompressedTensor) -> Tensor | Encoded:
-    is_for_running = isinstance(x, CsrTensor)  # and not to be stored: the preset says how
-    return weights.dense_weights(x) if is_for_running else to_encoded(x)
-
-
-def _stored_as(
-    item: TensorSource, form: Callable[[CompressedTensor], Tensor | Encoded]
+def _convert_on_read(
+    source: TensorSource, convert: Callable[[CompressedTensor], Tensor | Encoded]
 ) -> TensorSource:
-    """Return an item that `form` makes storable if it is a weight that runs compressed."""
+    """Return a source that converts weights that are compressed in memory."""
 
     def read(each: Each) -> Tensor | Encoded | PackedTensor | None:
-        x = item.read(each)
-        return form(x) if isinstance(x, CompressedTensor) else x
+        x = source.read(each)
+        return convert(x) if isinstance(x, CompressedTensor) else x
 
-    return replace(item, read=read)
+    return replace(source, read=read)
 
 
-def _edited(folder: Path, edit: Callable[[Json], Json]) -> SparsityConfig | None:
-    """Edit `config.json`, and return what it then says about sparsity."""
-    said: Json = {}
+def _encode(x: CompressedTensor) -> Tensor | Encoded:
+    # CsrTensor is a format for computing; the preset chooses how its weight is stored.
+    return to_dense(x) if isinstance(x, CsrTensor) else to_encoded(x)
 
-    def noting(config: Json) -> Json:
+
+def _update_config(folder: Path, edit: Callable[[Json], Json]) -> SparsityConfig | None:
+    """Edit `config.json` and return its new `sparsity_config`, if any."""
+    section: Json = {}
+
+    def edit_and_record(config: Json) -> Json:
         edited = edit(config)
-        said.update(edited.get("sparsity_config", {}))
+        section.update(edited.get("sparsity_config", {}))
         return edited
 
-    update_config(folder, noting)
-    return parse_section(said) if said else None
+    update_config(folder, edit_and_record)
+    return parse_section(section) if section else None

@@ -1,4 +1,4 @@
-"""transformers' Trainer: its checkpoints, small, written on the side and whole or not at all."""
+"""Checkpoints for the Trainer of transformers: compressed, asynchronous and atomic."""
 
 import json
 from collections.abc import Mapping
@@ -20,16 +20,29 @@ from slimtensors.errors import ConfigError, MismatchError
 
 
 class SlimCheckpoints(TrainerCallback):
-    """Save a Trainer's state into its output folder; `resume_from_checkpoint` finds it there.
+    """Trainer callback that saves compressed checkpoints for `resume_from_checkpoint`.
 
-        args = TrainingArguments("run", save_strategy="no")
-        trainer = Trainer(model, args, callbacks=[SlimCheckpoints(every=500, keep_last=2)], …)
-        trainer.train(resume_from_checkpoint=True)
+    Folders are named like the Trainer's own, `checkpoint-500`, and saved to its output folder. The
+    Trainer itself must not save, because it would remove old checkpoints that newer ones need.
+    Weights are restored when training begins; until then the Trainer reads an empty file and warns
+    that all keys are missing.
 
-    The folders are called `checkpoint-500`, as the Trainer's own. It must not save itself, because
-    it would remove the oldest, whether others need it or not. Its weights come back when training
-    begins: until then it finds an empty file and says that all keys are missing. `parts` are other
-    objects with a state that is saved and restored, by names of theirs.
+    Args:
+        every: steps between checkpoints.
+        keep_last: number of latest checkpoints to keep; None keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of this.
+        keep_best: also keep the checkpoint with the best value of this metric.
+        best_is: `min` or `max`.
+        base: `auto` saves differences from earlier checkpoints, None saves each in full.
+        profile: precision of weights and optimizer state, as for `save_checkpoint`.
+        async_: write in the background.
+        parts: further objects with a state to save and restore, by name.
+
+    Example:
+        >>> args = TrainingArguments("run", save_strategy="no")
+        >>> callbacks = [SlimCheckpoints(every=500, keep_last=2)]
+        >>> trainer = Trainer(model, args, train_dataset=dataset, callbacks=callbacks)
+        >>> trainer.train(resume_from_checkpoint=True)
     """
 
     def __init__(
@@ -69,53 +82,55 @@ class SlimCheckpoints(TrainerCallback):
         control: TrainerControl,
         **parts: Any,
     ) -> None:
-        """Take the lock of the folder, and restore what `resume_from_checkpoint` asks for."""
-        _check(args)
+        """Lock the folder, and restore the checkpoint of `resume_from_checkpoint`."""
+        _check_arguments(args)
         self.close()
-        trained = TrainingObjects(
+        objects = TrainingObjects(
             parts["model"],
             getattr(parts["optimizer"], "optimizer", parts["optimizer"]),
             parts["lr_scheduler"],
             extra=lambda: {name: part.state_dict() for name, part in self._parts.items()},
-            files=lambda: _trainer_files(state),
+            files=lambda: _make_trainer_files(state),
         )
         run = Path(args.output_dir)
         if state.global_step:
             point = run / self._options.name.format(state.global_step)
             checkpoint = load_checkpoint(point)
             for name in self._parts.keys() - checkpoint.keys():
-                raise MismatchError(f"{point}: holds no state of the {name}; it was saved without")
-            trained.restore(checkpoint)
+                raise MismatchError(
+                    f"{point}: no state of {name!r}; it was saved without that part"
+                )
+            objects.restore(checkpoint)
             for name, part in self._parts.items():
                 part.load_state_dict(checkpoint[name])
             self._rng = checkpoint["rng"]
-        self._loop = Checkpointing(run, trained, self._options, start=state.global_step)
+        self._loop = Checkpointing(run, objects, self._options, start=state.global_step)
         self._loop.__enter__()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Restore random numbers before an epoch is shuffled, if it was saved between two."""
+        """Restore the random state before shuffling, if the checkpoint is between two epochs."""
         if float(state.epoch or 0).is_integer():
             self._restore_rng()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Restore random numbers once the batches that were seen are skipped."""
+        """Restore the random state after batches trained before the checkpoint are skipped."""
         self._restore_rng()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Save if it is time to."""
+        """Save if a checkpoint is due."""
         assert self._loop is not None
-        self._loop.step(state.global_step, epoch=int(state.epoch or 0), **_metrics(state))
+        self._loop.step(state.global_step, epoch=int(state.epoch or 0), **_read_metrics(state))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
     ) -> None:
-        """Wait for the last save, and let go of the folder."""
+        """Wait for the last save, and release the folder."""
         self.close()
 
     def _restore_rng(self) -> None:
@@ -124,29 +139,31 @@ class SlimCheckpoints(TrainerCallback):
             self._rng = None
 
     def close(self) -> None:
-        """Wait for the save under way, and let go of the folder."""
+        """Wait for a pending save, and release the folder."""
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.__exit__(None, None, None)
 
 
-def _check(args: TrainingArguments) -> None:
+def _check_arguments(args: TrainingArguments) -> None:
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
-        raise ConfigError("SlimCheckpoints saves itself: use TrainingArguments(save_strategy='no')")
+        raise ConfigError("SlimCheckpoints requires TrainingArguments(save_strategy='no')")
     if args.fp16:
-        raise ConfigError("SlimCheckpoints cannot see the scaler of fp16=True; use bf16=True")
+        raise ConfigError(
+            "SlimCheckpoints does not support fp16=True (its scaler is not saved); use bf16=True"
+        )
     if args.world_size > 1:
-        raise ConfigError("SlimCheckpoints saves one process; this run has several")
+        raise ConfigError(f"SlimCheckpoints supports one process, got {args.world_size}")
 
 
-def _trainer_files(state: TrainerState) -> dict[str, bytes]:
-    """Return what the Trainer must find in a folder to resume from it."""
+def _make_trainer_files(state: TrainerState) -> dict[str, bytes]:
+    """Return the files that the Trainer requires in a folder to resume from it."""
     text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
     return {TRAINER_STATE_NAME: text.encode(), SAFE_WEIGHTS_NAME: safetensors_bytes({})}
 
 
-def _metrics(state: TrainerState) -> dict[str, float]:
-    """Return what was logged last under each name."""
+def _read_metrics(state: TrainerState) -> dict[str, float]:
+    """Return the last logged value of each metric."""
     logged = {key: value for entry in state.log_history for key, value in entry.items()}
     numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if key not in ("epoch", "step")}

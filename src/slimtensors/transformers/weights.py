@@ -1,7 +1,10 @@
-"""Weights of a model as they are stored: names, tied weights, quantized layers in parts."""
+"""Weights of a model as tensors to store: collect, compare with stored ones, copy."""
 
+import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,12 +16,15 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from slimtensors.archive import Archive
+from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.write import TensorSource
+from slimtensors.codecs import Huffman
+from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
-from slimtensors.errors import ConfigError, MismatchError, SlimError
+from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError
 from slimtensors.folder.config_json import read_config
-from slimtensors.parallel import Each, Workers
-from slimtensors.quantization import QuantizationConfig
+from slimtensors.parallel import Each, Workers, serially
+from slimtensors.quantization import QuantizationConfig, Quantized, formats
 from slimtensors.quantization.plans import choose_format
 from slimtensors.quantization.state_dict import (
     decompress_weight,
@@ -32,93 +38,155 @@ from slimtensors.runtime import CompressedTensor, from_module
 from slimtensors.storage import LocalLocation, find_model_files, weight_files
 from slimtensors.tensor import Json, Spec, bitwise_equal, check_storable, to_cpu
 
+_LOG = logging.getLogger(__name__)
 
-def weight_items(
-    model: Any, given: dict[str, Tensor], *, save_original_format: bool
+QUANTIZED = "quantized"
+"""Preset name for weights of compressed-tensors, which can only be copied from their files."""
+
+
+def collect_weights(
+    model: Any, state: dict[str, Tensor], *, save_original_format: bool
 ) -> list[TensorSource]:
-    """Return what transformers would write dense, to be read when its turn comes.
+    """Return the tensors that transformers would write dense, read on demand.
 
-    Weights that run compressed are read as they are.
+    Weights that are compressed in memory are returned as they are. Names in the model's
+    `_keys_to_ignore_on_save` are removed from `state`.
     """
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        given.pop(name, None)
-    homes = {id(x): name for name, x in given.items() if x.is_meta}
-    # What runs compressed is never tied, and has no one place in memory to tell it by.
-    held = {name: x for name, x in given.items() if isinstance(x, CompressedTensor)}
-    plain = {name: x for name, x in given.items() if name not in held}
-    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(plain, model) | held
+        state.pop(name, None)
+    offloaded = {id(x): name for name, x in state.items() if x.is_meta}
+    # Compressed weights are never tied, and have no single address to detect that by.
+    compressed = {name: x for name, x in state.items() if isinstance(x, CompressedTensor)}
+    plain = {name: x for name, x in state.items() if name not in compressed}
+    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(plain, model) | compressed
     if save_original_format:
         tensors = revert_weight_conversion(model, tensors)
-        if any(x.is_meta and id(x) not in homes for x in tensors.values()):
-            # Some weights are on the disk, and converting them takes their numbers.
-            here = {name: _present(model, name, x) for name, x in given.items()}
-            tensors, homes = revert_weight_conversion(model, here), {}
+        if any(x.is_meta and id(x) not in offloaded for x in tensors.values()):
+            # Converting weights that are offloaded to disk requires their values.
+            in_memory = {name: _load_offloaded(model, name, x) for name, x in state.items()}
+            tensors, offloaded = revert_weight_conversion(model, in_memory), {}
 
-    def item(name: str, x: Tensor) -> TensorSource:
-        if id(x) in homes:
-            return TensorSource(name, Spec.of(x), lambda each: _present(model, homes[id(x)], x))
+    def make_source(name: str, x: Tensor) -> TensorSource:
+        if id(x) in offloaded:
+            key = offloaded[id(x)]
+            return TensorSource(name, Spec.of(x), lambda each: _load_offloaded(model, key, x))
         if isinstance(x, CompressedTensor):
             return TensorSource(name, Spec(x.dtype, tuple(x.shape)), lambda each: x)
         return TensorSource(name, Spec.of(check_storable(name, x)), lambda each: to_cpu(x))
 
-    # In the order in which safetensors itself lists them, so that equal models give equal files.
+    # The order of safetensors, so that equal models give equal files.
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
-    return [item(name, x) for name, x in ordered]
+    return [make_source(name, x) for name, x in ordered]
 
 
-def measured_weights(model: nn.Module) -> Sparsity:
-    """Return how sparse all weights of a model are; tied ones count once."""
+def sort_like_safetensors(sources: Iterable[TensorSource]) -> list[TensorSource]:
+    """Return sources in the order in which safetensors writes them: by dtype, then by name."""
+
+    def key(source: TensorSource) -> tuple[int, bool, str]:
+        dtype = source.spec.dtype
+        return -dtype.itemsize, not dtype.is_floating_point, source.name
+
+    return sorted(sources, key=key)
+
+
+def encode_layers(
+    sources: Sequence[TensorSource], section: Json, dtype: torch.dtype
+) -> list[TensorSource]:
+    """Return the tensors of a compressed-tensors state dict, each quantized layer as one tensor.
+
+    Args:
+        sources: tensors of a state dict, quantized layers in parts.
+        section: their `quantization_config`.
+        dtype: dtype of the weights after decoding.
+    """
+    config = QuantizationConfig.from_dict({"quantization_config": section})
+    by_name = {source.name: source for source in sources}
+    layers = find_stored_layers(set(by_name))
+    encoded: list[TensorSource] = []
+    for source in sources:
+        layer, _, suffix = source.name.rpartition(".")
+        if layer in layers and suffix in ("weight", "weight_packed"):
+            parts = {s: by_name[join_name(layer, s)] for s in layers[layer]}
+            encoded.append(_encode_layer(layer, parts, config, dtype))
+        elif not is_quantization_part(source.name, layers):
+            encoded.append(source)
+    return encoded
+
+
+def _encode_layer(
+    layer: str, parts: Mapping[str, TensorSource], config: QuantizationConfig, dtype: torch.dtype
+) -> TensorSource:
+    scheme = find_scheme(layer, config, {})
+    args = scheme.weights
+    assert args is not None, "only schemes with weights have stored layers"
+    format = formats.find(choose_format(scheme, config), version=config.version)
+
+    def read(each: Each) -> Encoded:
+        tensors = {suffix: _read_tensor(part, each) for suffix, part in parts.items()}
+        codes, params = format.parse(tensors, args)
+        codec = Quantized.in_whole_bytes(args)
+        return codec.encoded(codes, params, dtype, then={"q": Plan(Huffman())})
+
+    return TensorSource(join_name(layer, "weight"), Spec(dtype, _find_shape(parts)), read)
+
+
+def _find_shape(parts: Mapping[str, TensorSource]) -> tuple[int, ...]:
+    if "weight_shape" in parts:
+        return tuple(int(size) for size in _read_tensor(parts["weight_shape"], serially).flatten())
+    if "weight" in parts:
+        return parts["weight"].spec.shape
+    *outer, width = parts["weight_packed"].spec.shape
+    return *outer, 2 * width  # 4-bit floats, two per byte
+
+
+def _read_tensor(source: TensorSource, each: Each) -> Tensor:
+    x = source.read(each)
+    assert isinstance(x, Tensor), "parts of quantized layers are plain tensors"
+    return x
+
+
+def measure_sparsity(model: nn.Module) -> Sparsity:
+    """Return the sparsity of all weights of a model; tied weights count once."""
     with Workers() as workers:
         results = workers.in_order(
-            lambda pair: sparsity_of(dense_weights(_present(model, *pair))),
-            list(_weights(model)),
+            lambda pair: sparsity_of(to_dense(_load_offloaded(model, *pair))),
+            list(_iterate_weights(model)),
             lambda pair: pair[1].nbytes,
         )
         return merge(results)
 
 
-def same_weights(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two weights are the same bits, dense or in the form in which they run."""
-    if isinstance(a, CompressedTensor) or isinstance(b, CompressedTensor):
-        return type(a) is type(b) and torch.equal(a, b)
-    return bitwise_equal(a, b)
-
-
-def dense_weights(x: Tensor) -> Tensor:
-    """Return a weight as an ordinary tensor, also if it runs compressed."""
+def to_dense(x: Tensor) -> Tensor:
+    """Return a weight as an ordinary tensor; dequantize it if it is compressed in memory."""
     return to_cpu(x.dequantize()) if isinstance(x, CompressedTensor) else x
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     saved = model.state_dict(keep_vars=True)
     yield from ((name, x) for name, x in model.named_buffers() if name in saved)
 
 
-def _present(model: Any, name: str, x: Tensor) -> Tensor:
-    """Return a weight in main memory, from the disk if accelerate has put it there."""
+def _load_offloaded(model: Any, name: str, x: Tensor) -> Tensor:
+    """Return a weight in main memory; read it if accelerate has offloaded it to disk."""
     return to_cpu(load_offloaded_parameter(model, name) if x.is_meta else x)
 
 
-QUANTIZED = "quantized"
-"""Stands for a preset where weights can be written as they were, and in no other way."""
-
-
-class QuantizedFiles:
-    """What an archive is to its reader, for one that holds some weights in parts."""
+class QuantizedArchive:
+    """An archive of compressed-tensors in which each quantized layer is one weight."""
 
     def __init__(self, archive: Archive, config: QuantizationConfig, model: nn.Module) -> None:
         if config.transform_config:
             raise ConfigError(
-                f"{archive.path}: its weights were rotated (transform_config), which only"
-                " compressed-tensors can undo; load it with a plain Auto class of transformers"
+                f"{archive.path}: rotated weights (transform_config) are not supported; load the"
+                " folder with an Auto class of transformers and compressed-tensors installed"
             )
         self.path = archive.path
         self._archive, self._config = archive, config
         self._modules = dict(model.named_modules())
         self._layers = find_stored_layers(set(archive))
-        self.owners = {key: self._owner(name) for key, name in archive.owners.items()}
-        """Which weight each entry of the files belongs to."""
+        self.owners = {key: self._find_owner(name) for key, name in archive.owners.items()}
+        """Map from the entries of the files to the weights that they belong to."""
         self._names = set(self.owners.values())
 
     def __len__(self) -> int:
@@ -129,27 +197,25 @@ class QuantizedFiles:
 
     def load_one(self, name: str, each: Each) -> Tensor:
         """Read one weight, dense."""
-        layer = self._layer(name)
+        layer = self._find_layer(name)
         if layer is None:
             return self._archive.load_one(name, each)
-        try:
+        with self._name_errors(layer):
             scheme = find_scheme(layer, self._config, self._modules)
-            parts = self._parts(layer, each)
+            parts = self._read_parts(layer, each)
             return decompress_weight(parts, scheme, self._config, self._modules.get(layer))
-        except SlimError as error:
-            raise type(error)(f"{self.path}: {layer}: {error}") from error
 
     def load_compressed(self, name: str, each: Each) -> Tensor:
-        """Read one weight as it is stored, if it is stored quantized."""
-        layer = self._layer(name)
+        """Read one weight without dequantizing it."""
+        layer = self._find_layer(name)
         if layer is None:
             return self._archive.load_compressed(name, each)
-        try:
+        with self._name_errors(layer):
             scheme = find_scheme(layer, self._config, self._modules)
-            parts = self._parts(layer, each)
+            parts = self._read_parts(layer, each)
             if is_stored_dense(parts):
                 return parts["weight"]
-            assert scheme.weights is not None, "a scheme was found because it has some"
+            assert scheme.weights is not None, "only schemes with weights have stored layers"
             return from_module(
                 parts,
                 choose_format(scheme, self._config),
@@ -157,59 +223,107 @@ class QuantizedFiles:
                 inputs=scheme.input_activations,
                 version=self._config.version,
             )
+
+    @contextmanager
+    def _name_errors(self, layer: str) -> Iterator[None]:
+        """Add the path and the layer to errors."""
+        try:
+            yield
         except SlimError as error:
             raise type(error)(f"{self.path}: {layer}: {error}") from error
 
-    def _owner(self, name: str) -> str:
+    def _find_owner(self, name: str) -> str:
         layer = name.rpartition(".")[0]
         is_part = layer in self._layers and is_quantization_part(name, self._layers)
         return join_name(layer, "weight") if is_part else name
 
-    def _layer(self, name: str) -> str | None:
+    def _find_layer(self, name: str) -> str | None:
         layer, _, parameter = name.rpartition(".")
         return layer if parameter == "weight" and layer in self._layers else None
 
-    def _parts(self, layer: str, each: Each) -> dict[str, Tensor]:
+    def _read_parts(self, layer: str, each: Each) -> dict[str, Tensor]:
         suffixes = self._layers[layer]
         return {s: self._archive.load_one(join_name(layer, s), each) for s in suffixes}
 
 
-def check_unchanged(items: Iterable[TensorSource], files: QuantizedFiles) -> None:
-    """Raise if any weight is not what it is in the files."""
+def reuse_stored(sources: Sequence[TensorSource], files: Sequence[Path]) -> list[TensorSource]:
+    """Return sources that copy the stored bytes of weights that are unchanged.
+
+    This applies where encoding the weight again would give other bytes: to lossy codecs, and to
+    weights that are compressed in memory.
+    """
+    if not files:
+        return list(sources)
+    try:
+        archive = Archive.of_files(files)
+    except (OSError, FormatError) as error:
+        _LOG.warning(
+            "weights are encoded again, because the original files cannot be read: %s", error
+        )
+        return list(sources)
+    return [_reuse_if_unchanged(source, archive) for source in sources]
+
+
+def _reuse_if_unchanged(source: TensorSource, archive: Archive) -> TensorSource:
+    name = source.name
+    plan = archive.plan(name) if name in archive else None
+    if plan is None or archive.spec(name) != source.spec:
+        return source
+
+    def read(each: Each) -> Tensor | Encoded | PackedTensor | None:
+        x = source.read(each)
+        is_compressed = isinstance(x, CompressedTensor)
+        if not isinstance(x, Tensor) or not (is_compressed or plan.is_lossy):
+            return x
+        load = archive.load_compressed if is_compressed else archive.load_one
+        return archive.packed(name) if _are_equal(load(name, each), x) else x
+
+    return replace(source, read=read)
+
+
+def check_unchanged(sources: Iterable[TensorSource], archive: QuantizedArchive) -> None:
+    """Raise `MismatchError` if a weight is not equal to the stored one."""
     advice = (
-        "codes are not made anew on saving; pass save_compressed=False for dense weights, or"
-        " call slimtensors.transformers.enable(model, preset='lossless') before"
+        "changed weights are not quantized again; pass save_compressed=False to save dense"
+        " weights, or call slimtensors.transformers.enable(model, preset='lossless') first"
     )
     with Workers() as workers:
-        for item in items:
-            if item.name not in files:
-                raise MismatchError(f"{files.path}: holds no {item.name}, and {advice}")
-            x = item.read(workers.each)
+        for source in sources:
+            if source.name not in archive:
+                raise MismatchError(f"{archive.path}: {source.name} not found; {advice}")
+            x = source.read(workers.each)
             assert isinstance(x, Tensor), "weights of a model are tensors"
-            is_held = isinstance(x, CompressedTensor)
-            load = files.load_compressed if is_held else files.load_one
-            if not same_weights(load(item.name, workers.each).to(x.dtype), x):
-                raise MismatchError(f"{item.name}: was changed since it was loaded, and {advice}")
+            is_compressed = isinstance(x, CompressedTensor)
+            load = archive.load_compressed if is_compressed else archive.load_one
+            if not _are_equal(load(source.name, workers.each).to(x.dtype), x):
+                raise MismatchError(f"{source.name} was changed after loading; {advice}")
 
 
-def copy_weights(source: Path, folder: Path) -> None:
-    """Make the weights in `folder` those in `source`; each file is there as a whole or not."""
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Return True if two weights are bitwise equal, dense or compressed."""
+    if isinstance(a, CompressedTensor) or isinstance(b, CompressedTensor):
+        return type(a) is type(b) and torch.equal(a, b)
+    return bitwise_equal(a, b)
+
+
+def copy_weight_files(source: Path, folder: Path) -> None:
+    """Replace the weights in `folder` by those in `source`; each file is replaced atomically."""
     names = weight_files(LocalLocation(source))
     stale = find_model_files(folder) - set(names)
-    with TemporaryDirectory(prefix=".", dir=folder) as elsewhere:
-        for name in reversed(names):  # an index comes when all that it names is there
+    with TemporaryDirectory(prefix=".", dir=folder) as temporary:
+        for name in reversed(names):  # the index last, when all files in it exist
             target = folder / name
             if target.exists() and target.samefile(source / name):
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            copied = Path(shutil.copyfile(source / name, Path(elsewhere, target.name)))
+            copied = Path(shutil.copyfile(source / name, Path(temporary, target.name)))
             copied.replace(target)
     for name in stale:
         (folder / name).unlink()
 
 
 def with_sections_of(config: Json, source: Path) -> Json:
-    """Return `config` saying what that of `source` says about its weights, in the same place."""
+    """Return `config` with the compression sections of the config in `source`, in its order."""
     before = read_config(source)
     sections = ("quantization_config", "compression_config", "sparsity_config")
     merged = config | {key: before[key] for key in sections if key in before}

@@ -142,7 +142,7 @@ class Evaluator:
     @classmethod
     def for_folder(cls, folder: Path, text: bytes, *, samples: int) -> "Evaluator":
         """Return the evaluator of a model folder; raise if transformers cannot load it."""
-        from slimtensors.transformers.calibrate import find_class
+        from slimtensors.transformers.auto import find_class
 
         transformers = import_transformers()
         config = read_config(folder)
@@ -163,9 +163,9 @@ class Evaluator:
 
     def load(self, folder: Path) -> nn.Module:
         """Load the model from a folder, in float32."""
-        from slimtensors.transformers.auto import sparse
+        from slimtensors.transformers.auto import load_pretrained
 
-        model: nn.Module = sparse(self.model_class).from_pretrained(folder, dtype=torch.float32)
+        model: nn.Module = load_pretrained(self.model_class, folder, dtype=torch.float32)
         return model.eval()
 
     def time_load(self, folder: Path) -> tuple[nn.Module, float]:
