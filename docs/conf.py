@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -35,6 +36,15 @@ python_use_unqualified_type_names = True
 def setup(app: Sphinx) -> None:
     """Connect the generated parts."""
     app.connect("source-read", _fill)
+    app.connect("autodoc-process-docstring", _format_sections)
+
+
+def _format_sections(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Format `Args:` and `Example:`; as an extension, napoleon would also parse attributes."""
+    if what in ("class", "exception", "function", "method"):
+        lines[:] = GoogleDocstring(lines, what=what, name=name, obj=thing).lines()
 
 
 def _fill(app: Sphinx, page: str, source: list[str]) -> None:

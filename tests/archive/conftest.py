@@ -1,4 +1,4 @@
-"""Tensors of several kinds, and a file of them."""
+"""Fixtures: tensors of several kinds, and a file that contains them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tensors made for tests, and one of many that were stored."""
+"""Tensors for tests."""
 
 import torch
 

@@ -107,7 +107,7 @@ def test_exit_code_2_for_a_dtype_that_the_dialect_cannot_store(tmp_path, capsys)
     slimtensors.save({"odd": torch.eye(9, dtype=torch.complex128)}, tmp_path / "x")
     options = ("--dialect", "compressed-tensors")
     assert run("compress", tmp_path / "x", "-o", tmp_path / "y", *options) == 2
-    assert "odd: safetensors has no complex128" in error_line(capsys)
+    assert "odd: safetensors does not support complex128" in error_line(capsys)
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "compress", "decompress"])

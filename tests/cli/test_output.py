@@ -68,7 +68,7 @@ def test_inspect_json_matches_its_schema(source, capsys):
     assert names == ["a.weight", "b|c", "none", "0-d", "odd", "tied"]
     assert data["tensors"][0]["codec"] == "bitmask(values=huffman)"
     assert data["tensors"][5]["codec"] == "tied"
-    assert data["tensors"][5]["note"] == "is a.weight"
+    assert data["tensors"][5]["note"] == "tied to a.weight"
     assert sum(t["stored_bytes"] for t in data["tensors"]) == data["stored_bytes"]
 
 
@@ -184,7 +184,7 @@ def test_inspect_prints_a_table(source, capsys):
     ]
     assert lines[1].split()[:4] == ["a.weight", "bfloat16", "64x64", "bitmask(values=huffman)"]
     assert "scalar" in next(line for line in lines if line.startswith("0-d"))
-    assert "is a.weight" in next(line for line in lines if line.startswith("tied"))
+    assert "tied to a.weight" in next(line for line in lines if line.startswith("tied"))
     assert lines[-1].startswith("total")
     assert all(line == line.rstrip() for line in lines)
 

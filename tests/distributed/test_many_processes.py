@@ -1,4 +1,4 @@
-"""Many processes that compress one model write the bytes that one would."""
+"""Several processes write the same folder as one."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WORK = ".small.slimtensors-work"
 
 
 def large(rows=12_388):
-    """Return tensors that are worth cutting: dense, sparse, 2:4, and one that changes midway."""
+    """Return tensors large enough to divide: dense, sparse, 2:4, and one that changes midway."""
     random = torch.Generator().manual_seed(0)
     dense = (torch.randn(rows, 1024, generator=random) * 0.02).bfloat16()
     zero = torch.rand(rows, 1024, generator=random) < 0.7
@@ -50,7 +50,7 @@ def one_file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("preset", ["lossless", "sparse"])
-def test_ranks_that_share_one_file_write_the_bytes_of_one_process(one_file, tmp_path, preset):
+def test_ranks_that_share_one_file_write_the_same_bytes_as_one_process(one_file, tmp_path, preset):
     alone = compress_folder(one_file, tmp_path / "one", preset=preset)
     many = partial(compress_folder, one_file, tmp_path / "small", preset=preset, threads=1)
     first, *others = run_ranks(3, lambda ranks: many(ranks=ranks))
@@ -72,7 +72,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
-def test_ranks_that_share_many_files_write_the_bytes_of_one_process(tmp_path, options):
+def test_ranks_that_share_many_files_write_the_same_bytes_as_one_process(tmp_path, options):
     table = weights() | {"tied": weights()["model.embed_tokens.weight"]}
     source = write_folder(tmp_path / "model", table=table, shards=3)
     compress_folder(source, tmp_path / "one", **options)
@@ -88,7 +88,7 @@ def test_ranks_that_share_many_files_write_the_bytes_of_one_process(tmp_path, op
 
 
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
-def test_ranks_quantize_a_folder_as_one_process_does(tmp_path, dialect):
+def test_ranks_quantize_a_folder_to_the_same_bytes_as_one_process(tmp_path, dialect):
     random = torch.Generator().manual_seed(0)
     table = {
         f"layers.{i}.mlp.weight": torch.randn(1024, 8192, generator=random).bfloat16()
@@ -106,16 +106,16 @@ def test_ranks_quantize_a_folder_as_one_process_does(tmp_path, dialect):
     assert read_files(tmp_path / "small") == read_files(tmp_path / "one")
 
 
-def test_a_function_that_chooses_is_for_one_process(tmp_path):
+def test_a_preset_function_raises_with_several_processes(tmp_path):
     source = write_folder(tmp_path / "model")
     first, _ = run_ranks(
         2, lambda r: compress_folder(source, tmp_path / "x", preset=lambda n, x: None, ranks=r)
     )
     assert isinstance(first, ConfigError)
-    assert "by its name" in str(first)
+    assert "need a preset name" in str(first)
 
 
-def stopped(source, target, *, after, **options):
+def interrupt(source, target, *, after, **options):
     """Interrupt a run after so many bytes."""
     done = 0
 
@@ -131,7 +131,7 @@ def stopped(source, target, *, after, **options):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Return a folder of three files, and how it is compressed without interruption."""
+    """Return a folder of three files, and the files of an uninterrupted compression."""
     source = write_folder(tmp_path / "model", shards=3)
     compress_folder(source, tmp_path / "one")
     return source, read_files(tmp_path / "one")
@@ -147,16 +147,14 @@ OTHERS = {
 FIRST = "model-00001-of-00003.safetensors"
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_files_that_are_not_finished(
-    shards, tmp_path, caplog
-):
+def test_an_interrupted_run_resumes_with_the_unfinished_files(shards, tmp_path, caplog):
     source, want = shards
-    stopped(source, tmp_path / "small", after=20_000)
+    interrupt(source, tmp_path / "small", after=20_000)
     assert "finished files are kept" in caplog.text
     assert not (tmp_path / "small").exists()
     kept = (tmp_path / WORK / "files" / FIRST).stat()
     for left in (".x.slimtensors-tmp", "model-00002-of-00003.safetensors", "old.safetensors"):
-        (tmp_path / WORK / "files" / left).write_bytes(b"what a killed process leaves")
+        (tmp_path / WORK / "files" / left).write_bytes(b"leftover of a killed process")
     compress_folder(source, tmp_path / "small")
     assert read_files(tmp_path / "small") == want
     assert (tmp_path / "small" / FIRST).stat().st_ino == kept.st_ino
@@ -164,15 +162,15 @@ def test_a_run_that_was_stopped_goes_on_with_the_files_that_are_not_finished(
     assert not (tmp_path / WORK).exists()
 
 
-def test_a_run_that_was_stopped_in_its_first_file_leaves_nothing(shards, tmp_path):
+def test_a_run_interrupted_in_its_first_file_leaves_nothing(shards, tmp_path):
     source, _ = shards
-    stopped(source, tmp_path / "small", after=0)
+    interrupt(source, tmp_path / "small", after=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one"]
 
 
-def test_a_finished_file_that_was_damaged_is_made_again(shards, tmp_path):
+def test_a_damaged_finished_file_is_written_again(shards, tmp_path):
     source, want = shards
-    stopped(source, tmp_path / "small", after=20_000)
+    interrupt(source, tmp_path / "small", after=20_000)
     damaged = tmp_path / WORK / "files" / FIRST
     raw = bytearray(damaged.read_bytes())
     raw[-1] ^= 1
@@ -181,19 +179,19 @@ def test_a_finished_file_that_was_damaged_is_made_again(shards, tmp_path):
     assert read_files(tmp_path / "small") == want
 
 
-def test_a_run_with_other_options_or_weights_is_not_mixed_with_a_stopped_one(shards, tmp_path):
+def test_a_run_with_other_options_or_weights_does_not_resume(shards, tmp_path):
     source, want = shards
-    stopped(source, tmp_path / "small", after=20_000)
-    with pytest.raises(ConfigError, match=r"its preset is lossless, here it is sparse.*-f"):
+    interrupt(source, tmp_path / "small", after=20_000)
+    with pytest.raises(ConfigError, match=r"preset was lossless, now it is sparse.*-f"):
         compress_folder(source, tmp_path / "small", preset="sparse")
     os.utime(source / FIRST, (0, 0))
-    with pytest.raises(ConfigError, match="its weights"):
+    with pytest.raises(ConfigError, match="weights was"):
         compress_folder(source, tmp_path / "small")
     compress_folder(source, tmp_path / "small", replace=True)
     assert read_files(tmp_path / "small") == want
 
 
-def test_ranks_that_do_not_do_the_same_are_told(tmp_path):
+def test_ranks_with_different_options_raise(tmp_path):
     source = write_folder(tmp_path / "model")
     presets = ["lossless", "sparse"]
     first, second = run_ranks(
@@ -201,13 +199,13 @@ def test_ranks_that_do_not_do_the_same_are_told(tmp_path):
         lambda r: compress_folder(source, tmp_path / "small", preset=presets[r.rank], ranks=r),
     )
     assert isinstance(second, MismatchError)
-    assert "its preset is lossless, here it is sparse" in str(second)
+    assert "preset was lossless, now it is sparse" in str(second)
     assert isinstance(first, RankError)
-    assert "rank 1 could not go on" in str(first)
+    assert "rank 1 failed" in str(first)
     assert not (tmp_path / "small").exists()
 
 
-def test_ranks_wait_for_each_other_at_every_piece_of_work():
+def test_ranks_wait_for_each_other_at_every_barrier():
     store, came = torch.distributed.HashStore(), []
 
     def work(ranks):
@@ -215,13 +213,13 @@ def test_ranks_wait_for_each_other_at_every_piece_of_work():
         for turn, run in enumerate([ranks, ranks, anew]):
             time.sleep(0.1 * ranks.rank)
             came.append(turn)
-            run.meet("made")
+            run.barrier("made")
             assert came.count(turn) == 2
 
     assert run_ranks(2, work, store=store) == [None, None]
 
 
-def test_all_ranks_live_until_the_last_has_heard_that_one_failed():
+def test_all_ranks_wait_until_the_last_has_received_a_failure():
     begun = threading.Event()
 
     def work(ranks):
@@ -231,14 +229,14 @@ def test_all_ranks_live_until_the_last_has_heard_that_one_failed():
             if ranks.rank == 2:
                 time.sleep(0.3)
                 begun.set()
-            with pytest.raises(RankError, match="rank 1 could not go on: no disk"):
-                ranks.meet("begun")
+            with pytest.raises(RankError, match="rank 1 failed: no disk"):
+                ranks.barrier("begun")
         assert begun.is_set()
 
     assert run_ranks(3, work) == [None] * 3
 
 
-def test_a_rank_that_never_comes_is_given_up(tmp_path):
+def test_a_missing_rank_times_out(tmp_path):
     source = write_folder(tmp_path / "model")
 
     def work(ranks):
@@ -246,7 +244,7 @@ def test_a_rank_that_never_comes_is_given_up(tmp_path):
 
     lost, _ = run_ranks(2, work, timeout=0.3)
     assert isinstance(lost, RankError)
-    assert "rank 1 has not got on for 0.3 s" in str(lost)
+    assert "no progress from rank 1 for 0.3 s" in str(lost)
 
 
 @pytest.fixture
@@ -258,8 +256,8 @@ def memory():
     fsspec.filesystem("memory").rm(name, recursive=True)
 
 
-def held(url):
-    """Everything in a remote folder, by relative paths."""
+def remote_files(url):
+    """Return the files of a remote folder by relative path."""
     import fsspec
 
     system, path = fsspec.core.url_to_fs(url)
@@ -269,42 +267,42 @@ def held(url):
 def test_a_folder_is_compressed_to_a_url(shards, memory):
     source, want = shards
     summary = compress_folder(source, f"{memory}/small")
-    assert held(f"{memory}/small") == want
+    assert remote_files(f"{memory}/small") == want
     assert [file.rpartition("/")[2] for file in summary.files] == sorted(set(want) - OTHERS)
     assert all(file.startswith("memory://") for file in summary.files)
-    with pytest.raises(ConfigError, match=r"memory:.*/small: exists already"):
+    with pytest.raises(ConfigError, match=r"memory:.*/small already exists"):
         compress_folder(source, f"{memory}/small")
     compress_folder(source, f"{memory}/small", preset="sparse", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
-    assert held(f"{memory}/small") != want
-    with pytest.raises(ConfigError, match="holds the source"):
+    assert remote_files(f"{memory}/small") != want
+    with pytest.raises(ConfigError, match="contains the source"):
         compress_folder(f"{memory}/small", f"{memory}/small", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
 
 
 @pytest.mark.parametrize("inside", ["", "/model.safetensors.index.json", "/"])
-def test_a_url_in_the_folder_of_the_source_is_refused(shards, memory, inside):
+def test_a_target_url_inside_the_source_folder_raises(shards, memory, inside):
     source, _ = shards
     compress_folder(source, f"{memory}/a")
-    before = held(f"{memory}/a")
-    with pytest.raises(ConfigError, match=r"/a/b: lies in the source's folder"):
+    before = remote_files(f"{memory}/a")
+    with pytest.raises(ConfigError, match=r"/a/b is inside the source folder"):
         compress_folder(f"{memory}/a{inside}", f"{memory}/a/b")
-    assert held(f"{memory}/a") == before
-    with pytest.raises(ConfigError, match="lies in the source's folder"):
+    assert remote_files(f"{memory}/a") == before
+    with pytest.raises(ConfigError, match="is inside the source folder"):
         compress_folder(f"{source}{inside}", f"file://{source}/b")
     compress_folder(f"{memory}/a{inside}", f"{memory}/ab")
 
 
-def test_a_url_with_half_a_model_says_so_and_can_be_completed(shards, memory):
+def test_an_incomplete_remote_folder_raises_and_can_be_completed(shards, memory):
     source, want = shards
-    stopped(source, f"{memory}/small", after=20_000)
-    assert FIRST in held(f"{memory}/small")
+    interrupt(source, f"{memory}/small", after=20_000)
+    assert FIRST in remote_files(f"{memory}/small")
     with pytest.raises(FormatError, match=r"small: is not complete.*continue"):
         slimtensors.load(f"{memory}/small")
-    with pytest.raises(ConfigError, match="its preset"):
+    with pytest.raises(ConfigError, match="preset was"):
         compress_folder(source, f"{memory}/small", preset="sparse")
     compress_folder(source, f"{memory}/small")
-    assert held(f"{memory}/small") == want
+    assert remote_files(f"{memory}/small") == want
 
 
 def test_tensors_are_saved_to_a_url(memory):
@@ -320,7 +318,7 @@ def test_tensors_are_saved_to_a_url(memory):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_run_and_the_next_one_goes_on(tmp_path):
+def test_a_killed_rank_ends_the_run_and_the_next_run_resumes(tmp_path):
     source = write_folder(tmp_path / "model", shards=4, table=weights(5))
     compress_folder(source, tmp_path / "one")
     script = Path(__file__).with_name("killed_rank.py")

@@ -67,7 +67,7 @@ def test_damage_inside_a_tensor_is_named_with_the_tensor(folder):
     data = bytearray((folder / shard).read_bytes())
     data[-40] ^= 1
     (folder / shard).write_bytes(data)
-    message = load_error(folder, CorruptFileError, "checksum differs")
+    message = load_error(folder, CorruptFileError, "checksum mismatch")
     assert shard in message
     assert "weight" in message
 

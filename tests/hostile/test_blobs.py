@@ -1,4 +1,4 @@
-"""Compressed tensors with checksums that fit, and nothing else that does."""
+"""Forged blobs with valid checksums."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return data
 
 
-def test_the_forged_blob_itself_is_a_good_one(path):
+def test_the_unchanged_forged_blob_is_valid(path):
     path.write_bytes(blob_file(blob(BLOB, PAYLOAD)))
     want = torch.tensor([1.0, 2, 0, 0, 0, 0, 0, 0])
     assert same_bits(slimtensors.load(path)["x"], want)
@@ -122,7 +122,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_blob_that_lies_is_refused(path, lie):
+def test_a_forged_blob_is_rejected(path, lie):
     options, where, value, kind = LIES[lie]
     header = changed(where, value) if where else BLOB
     path.write_bytes(blob_file(blob(header, PAYLOAD, **options), name="layers.0.w"))
@@ -130,7 +130,7 @@ def test_a_blob_that_lies_is_refused(path, lie):
     assert list(slimtensors.verify(path).damaged) == ["layers.0.w"]
 
 
-def test_a_part_may_have_any_shape_without_anything_breaking(path):
+def test_any_shape_of_a_part_loads_or_raises_format_error(path):
     for shape in ([1, 1], [], [1, 1, 1, 1], [1] * 64):
         path.write_bytes(blob_file(blob(changed("parts.mask.shape", shape), PAYLOAD)))
         refused_or_loaded(path)
@@ -148,20 +148,20 @@ def refused_or_loaded(path: Path) -> None:
     [b"", b"[]", b"7", b"null", b"{", b"\xff", b'"x"', b"[" * 10**5],
     ids=lambda t: repr(t[:9]),
 )
-def test_a_blob_whose_header_is_no_table_is_refused(path, text):
+def test_a_blob_with_a_malformed_header_is_rejected(path, text):
     path.write_bytes(blob_file(blob(text, PAYLOAD)))
     refused(path, tensor="x")
 
 
-def test_a_blob_whose_checksum_is_missing_or_wrong_is_refused(path):
+def test_a_blob_with_a_missing_or_wrong_checksum_is_rejected(path):
     for checksum in ("", ',"crc32c":null', ',"crc32c":1', ',"crc32c":"x"', ',"crc32c":[]'):
         text = json.dumps(BLOB)[:-1] + checksum + "}"
         path.write_bytes(blob_file(blob(text.encode(), PAYLOAD)))
         refused(path, tensor="x", kind=CorruptFileError)
 
 
-def test_a_blob_too_short_for_its_own_start_is_refused(path):
-    """A manifest says that it is a blob; without one, these bytes would be just bytes."""
+def test_a_truncated_blob_is_rejected(path):
+    """The manifest marks it as a blob; without one, these would be plain bytes."""
     slimtensors.save({"x": torch.zeros(100)}, path)
     header, data = split(path.read_bytes())
     for size in (0, 1, 15, 16, 17, 100):
@@ -175,7 +175,7 @@ def test_a_blob_too_short_for_its_own_start_is_refused(path):
 
 
 @pytest.mark.parametrize("depth", [15, 40, 200, 300, 900, 960, 990, 10_000])
-def test_plans_that_are_nested_too_deep_are_refused(path, depth):
+def test_plans_nested_too_deep_are_rejected(path, depth):
     inner = json.dumps({"dtype": "uint8", "shape": [1], "at": [0, 1]})
     start = '{"dtype":"uint8","shape":[1],"codec":{"name":"dense"},"parts":{"data":'
     text = start * depth + inner + "}}" * depth
@@ -188,7 +188,7 @@ def test_plans_that_are_nested_too_deep_are_refused(path, depth):
 
 
 def nodes(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to every value in JSON data."""
+    """Yield the path of every value in JSON data."""
     pairs = (
         data.items()
         if isinstance(data, dict)
@@ -222,7 +222,7 @@ NUMBERS_AND_OTHERS = [
 
 
 @pytest.mark.parametrize("preset", ["bitmask", "bitmask24", "dense"])
-def test_any_value_in_a_blob_may_be_anything_and_nothing_breaks(path, preset):
+def test_any_value_in_a_blob_header_loads_or_raises_format_error(path, preset):
     x = torch.tensor([1.0, 0, 2, 0] * 8, dtype=torch.complex128)
     slimtensors.save({"x": x}, path, preset=preset)
     _, data = split(path.read_bytes())
@@ -240,7 +240,7 @@ def test_any_value_in_a_blob_may_be_anything_and_nothing_breaks(path, preset):
 
 
 @DIALECTS
-def test_any_value_in_a_manifest_may_be_anything_and_nothing_breaks(path, dialect):
+def test_any_value_in_a_manifest_loads_or_raises_format_error(path, dialect):
     raw = save_sample(path, dialect)
     header, data = split(raw)
     manifest = json.loads(header["__metadata__"]["slimtensors"])

@@ -1,4 +1,4 @@
-"""Damage to every byte and every length of a small archive is noticed."""
+"""Damage to any byte and any length of a small archive is detected."""
 
 import os
 import struct
@@ -30,7 +30,7 @@ def outcome(path: Path) -> str:
 
 
 @DIALECTS
-def test_a_file_cut_at_any_byte_is_refused(path, dialect):
+def test_a_file_truncated_at_any_byte_is_rejected(path, dialect):
     raw = save_sample(path, dialect)
     found = {}
     for size in range(len(raw) - 1, -1, -1):
@@ -40,7 +40,7 @@ def test_a_file_cut_at_any_byte_is_refused(path, dialect):
 
 
 @DIALECTS
-def test_a_file_with_bytes_at_its_end_is_refused(path, dialect):
+def test_a_file_with_trailing_bytes_is_rejected(path, dialect):
     raw = save_sample(path, dialect)
     for extra in (b"\0", b" ", bytes(4096)):
         path.write_bytes(raw + extra)
@@ -49,7 +49,7 @@ def test_a_file_with_bytes_at_its_end_is_refused(path, dialect):
 
 @DIALECTS
 @pytest.mark.slow
-def test_a_flip_of_any_bit_is_noticed(path, dialect):
+def test_any_flipped_bit_is_detected(path, dialect):
     """The only bytes that no checksum covers are `"format":"pt"`, which is for other programs.
 
     A flip there leaves a file that is either refused, or means exactly the same to us.
@@ -71,7 +71,7 @@ def test_a_flip_of_any_bit_is_noticed(path, dialect):
 
 
 @DIALECTS
-def test_damaged_data_is_blamed_on_the_tensor_that_has_it(path, dialect):
+def test_the_error_names_the_damaged_tensor(path, dialect):
     raw = save_sample(path, dialect)
     header, data = split(raw)
     start = len(raw) - len(data)
@@ -91,7 +91,7 @@ def test_damaged_data_is_blamed_on_the_tensor_that_has_it(path, dialect):
 
 
 @DIALECTS
-def test_verify_lists_every_damaged_tensor_and_only_those(path, dialect):
+def test_verify_lists_exactly_the_damaged_tensors(path, dialect):
     raw = save_sample(path, dialect)
     header, data = split(raw)
     for name, entry in header.items():
@@ -106,7 +106,7 @@ def test_verify_lists_every_damaged_tensor_and_only_those(path, dialect):
         assert set(found.damaged) == ({owner, "again"} if owner == "sparse" else {owner}), name
 
 
-def test_damaged_shards_are_named(tmp_path):
+def test_the_error_names_the_damaged_shard(tmp_path):
     tensors = {f"t{i}": bits(i, 500, torch.float32, 0.5) for i in range(6)}
     slimtensors.save(tensors, tmp_path, max_shard_size="3kB")
     shards = sorted(tmp_path.glob("*.safetensors"))

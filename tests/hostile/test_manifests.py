@@ -1,4 +1,4 @@
-"""Manifests that lie."""
+"""Forged manifests."""
 
 import json
 
@@ -47,19 +47,19 @@ from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersion
     ],
 )
 @DIALECTS
-def test_a_manifest_that_lies_is_refused(path, dialect, change, kind):
+def test_a_forged_manifest_is_rejected(path, dialect, change, kind):
     path.write_bytes(with_manifest(save_sample(path, dialect), change))
     refused(path, kind=kind)
 
 
 @DIALECTS
-def test_names_tied_to_names_that_are_tied_are_refused(path, dialect):
+def test_names_tied_to_tied_names_are_rejected(path, dialect):
     raw = save_sample(path, dialect)
     path.write_bytes(with_manifest(raw, lambda m: m.update(tied={"b": "a", "a": "b"})))
     refused(path)
 
 
-def test_an_unknown_codec_in_parts_is_refused_and_named(path):
+def test_an_unknown_codec_of_parts_is_rejected_with_its_name(path):
     raw = save_sample(path, "compressed-tensors")
     path.write_bytes(with_manifest(raw, lambda m: m["plans"].update(sparse="zip")))
     refused(path, tensor="sparse")
@@ -70,19 +70,19 @@ def test_an_unknown_codec_in_parts_is_refused_and_named(path):
     ["", "{", "[]", "7", "null", '"x"', "{}", '{"version":1}', "[" * 10**5],
     ids=lambda t: t[:9],
 )
-def test_a_manifest_that_is_none_is_refused(path, text):
+def test_a_malformed_manifest_is_rejected(path, text):
     path.write_bytes(joined({"__metadata__": {"slimtensors": text}, "x": X}, EIGHT))
     refused(path)
 
 
-def test_a_manifest_with_half_a_character_is_refused(path):
+def test_a_manifest_with_invalid_unicode_is_rejected(path):
     text = json.dumps({"__metadata__": {"slimtensors": '{"version":1,"\ud800":1}'}, "x": X})
     path.write_bytes(joined(text.encode(), EIGHT))
     refused(path)
 
 
 @pytest.mark.parametrize("key", ["tied", "plans"])
-def test_a_name_in_a_manifest_that_is_no_text_is_refused(path, key):
+def test_an_invalid_name_in_a_manifest_is_rejected(path, key):
     header, data = split(save_sample(path, "slim"))
     manifest = json.loads(header["__metadata__"]["slimtensors"])
     manifest[key] = {"x\ud800": "steps"}
@@ -91,7 +91,7 @@ def test_a_name_in_a_manifest_that_is_no_text_is_refused(path, key):
     refused(path)
 
 
-def test_a_list_of_tensors_that_another_program_changed_is_refused(path):
+def test_a_tensor_list_changed_by_another_program_is_rejected(path):
     header, data = split(save_sample(path, "slim"))
     header["renamed"] = header.pop("steps")
     path.write_bytes(joined(header, data))

@@ -1,4 +1,4 @@
-"""Parts of compressed-tensors that do not fit, whoever wrote them."""
+"""Inconsistent parts of compressed-tensors, with and without a manifest."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import slimtensors
 from slimtensors.errors import CorruptFileError
 
 
-def test_the_forged_parts_themselves_are_good_ones(path):
+def test_the_unchanged_forged_parts_are_valid(path):
     path.write_bytes(foreign())
     want = torch.zeros(2, 8)
     want[0, 0], want[1, 7] = 1, 2
@@ -40,12 +40,12 @@ def test_the_forged_parts_themselves_are_good_ones(path):
     ],
     ids=repr,
 )
-def test_parts_that_do_not_fit_are_refused(path, change):
+def test_inconsistent_parts_are_rejected(path, change):
     path.write_bytes(foreign(**change))
     refused(path, tensor="m.weight")
 
 
-def test_padding_bits_of_a_mask_that_are_set_are_refused(path):
+def test_nonzero_padding_bits_of_a_mask_are_rejected(path):
     parts = {
         "shape": torch.tensor([2, 4]),
         "bitmask": torch.tensor([[0x11], [0]], dtype=torch.uint8),
@@ -54,7 +54,7 @@ def test_padding_bits_of_a_mask_that_are_set_are_refused(path):
     refused(path, tensor="m.weight", kind=CorruptFileError)
 
 
-def test_a_tensor_that_is_there_plain_and_in_parts_is_refused(path):
+def test_a_tensor_stored_plain_and_in_parts_is_rejected(path):
     path.write_bytes(foreign())
     header, data = split(path.read_bytes())
     header["m.weight"] = {"dtype": "F32", "shape": [0], "data_offsets": [len(data), len(data)]}
@@ -62,8 +62,8 @@ def test_a_tensor_that_is_there_plain_and_in_parts_is_refused(path):
     refused(path, tensor="m.weight")
 
 
-def test_a_tensor_in_parts_that_two_shards_claim_is_refused(tmp_path):
-    """One shard has a manifest, one has none, and both mean the name `m.weight`."""
+def test_a_tensor_in_parts_in_two_shards_is_rejected(tmp_path):
+    """One shard has a manifest, the other has none; both contain `m.weight`."""
     x = torch.zeros(64, 64)
     slimtensors.save({"m.weight": x}, tmp_path / "a.safetensors", dialect="compressed-tensors")
     raw = foreign()
@@ -74,7 +74,7 @@ def test_a_tensor_in_parts_that_two_shards_claim_is_refused(tmp_path):
     refused(tmp_path / INDEX, tensor="m.weight", where=tmp_path)
 
 
-def test_parts_that_a_manifest_of_another_shard_claims_are_refused(tmp_path):
+def test_parts_listed_by_the_manifest_of_another_shard_are_rejected(tmp_path):
     slimtensors.save({"y": torch.ones(2)}, tmp_path / "a.safetensors")
     raw = (tmp_path / "a.safetensors").read_bytes()
     raw = with_manifest(raw, lambda m: m.update(plans={"m.weight": "bitmask"}))

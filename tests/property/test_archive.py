@@ -61,7 +61,7 @@ def a_place(name="x.safetensors"):
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=120)
-def test_every_tensor_comes_back_in_order_and_bit_for_bit(dialect, data):
+def test_every_tensor_round_trips_in_order_and_bit_for_bit(dialect, data):
     given_tensors = data.draw(tables(DIALECTS[dialect]))
     threads = data.draw(st.sampled_from([1, 2, 3]))
     with a_place() as path:
@@ -75,7 +75,7 @@ def test_every_tensor_comes_back_in_order_and_bit_for_bit(dialect, data):
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(data=st.data())
 @relaxed
-def test_every_preset_gives_a_file_that_safetensors_reads(dialect, data):
+def test_every_preset_writes_a_file_that_safetensors_reads(dialect, data):
     given_tensors = data.draw(tables(DIALECTS[dialect]))
     preset = data.draw(st.sampled_from(["dense", "sparse", "bitmask", "bitmask24"]))
     with a_place() as path:
@@ -91,7 +91,7 @@ def test_every_preset_gives_a_file_that_safetensors_reads(dialect, data):
 
 @given(data=st.data())
 @relaxed
-def test_small_chunks_in_parallel_give_the_same_file(data):
+def test_small_chunks_in_parallel_write_the_same_file(data):
     dialect = data.draw(st.sampled_from(sorted(DIALECTS)))
     given_tensors = data.draw(tables(DIALECTS[dialect]))
     with a_place("whole") as whole, a_place("chunks") as chunks:
@@ -105,7 +105,7 @@ def test_small_chunks_in_parallel_give_the_same_file(data):
 
 @given(given_tensors=tables(), limit=st.sampled_from([1, 100, 4000, "1GB"]))
 @relaxed
-def test_a_folder_of_shards_holds_the_same_tensors_as_a_file(given_tensors, limit):
+def test_shards_contain_the_same_tensors_as_a_file(given_tensors, limit):
     with a_place("folder") as folder:
         slimtensors.save(given_tensors, folder, max_shard_size=limit)
         back = slimtensors.load(folder)
@@ -139,7 +139,7 @@ def test_an_archive_can_be_saved_again_in_another_dialect(given_tensors, ways):
 @pytest.mark.parametrize("dialect", DIALECTS)
 @given(x=large(SAFETENSORS_DTYPES), data=st.data())
 @relaxed
-def test_tied_tensors_are_stored_once_and_come_back_tied(dialect, x, data):
+def test_tied_tensors_are_stored_once_and_loaded_tied(dialect, x, data):
     other = data.draw(large(SAFETENSORS_DTYPES))
     given_tensors = {"a": x, "o": other, "b": x, "p": other.view(other.shape), "c": x, "z": x[:0]}
     with a_place() as path:
@@ -154,7 +154,7 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(dialect, x, data):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_names_keep_their_order_and_tied_ones_follow_in_theirs(tmp_path, dialect):
+def test_names_keep_their_order_followed_by_tied_names(tmp_path, dialect):
     x, y = torch.eye(64), torch.ones(3)
     given_tensors = {"shared": x, "encoder": x, "norm": y, "decoder": x, "head": y, "a": y + 1}
     slimtensors.save(given_tensors, tmp_path / "x", dialect=dialect)
@@ -165,7 +165,7 @@ def test_names_keep_their_order_and_tied_ones_follow_in_theirs(tmp_path, dialect
 
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_views_of_one_memory_that_are_not_the_same_tensor_are_not_tied(tmp_path, limit):
+def test_different_views_of_one_memory_are_not_tied(tmp_path, limit):
     base = torch.eye(64)
     given_tensors = {
         "whole": base,
@@ -197,7 +197,9 @@ def test_a_name_of_a_part_can_be_a_tied_name(tmp_path):
 @pytest.mark.parametrize("name", UNKNOWN_TO_SAFETENSORS)
 @pytest.mark.parametrize("preset", ["sparse", "dense", "bitmask24"])
 @pytest.mark.parametrize("density", [0.02, 1.0])
-def test_what_safetensors_cannot_say_is_stored_in_slim(tmp_path, name, preset, density):
+def test_dtypes_that_safetensors_does_not_support_are_stored_in_slim(
+    tmp_path, name, preset, density
+):
     x = bits(1, 64 * 64, DTYPES[name], density).view(64, 64)
     given_tensors = {"x": x, "0-d": x[0, 0], "none": x[:0], "across": x.t()}
     slimtensors.save(given_tensors, tmp_path / "x", preset=preset)
@@ -206,7 +208,7 @@ def test_what_safetensors_cannot_say_is_stored_in_slim(tmp_path, name, preset, d
 
 
 @pytest.mark.parametrize("name", UNKNOWN_TO_SAFETENSORS)
-def test_what_safetensors_cannot_say_is_refused_by_name_in_compressed_tensors(tmp_path, name):
+def test_dtypes_that_safetensors_does_not_support_raise_in_compressed_tensors(tmp_path, name):
     x = bits(1, 64 * 64, DTYPES[name], 0.02).view(64, 64)
     given_tensors = {"fine": torch.zeros(3), "layer.odd": x}
     with pytest.raises(UnsupportedTensorError, match=rf"layer\.odd: .* {name}; .*'slim'"):
@@ -214,7 +216,7 @@ def test_what_safetensors_cannot_say_is_refused_by_name_in_compressed_tensors(tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_single_pair_of_4_bit_numbers_is_refused_by_name_in_compressed_tensors(tmp_path):
+def test_a_scalar_pair_of_4_bit_numbers_raises_in_compressed_tensors(tmp_path):
     pair = torch.zeros((), dtype=torch.uint8).view(PAIR)
     with pytest.raises(UnsupportedTensorError, match="odd: "):
         slimtensors.save({"odd": pair}, tmp_path / "x", dialect="compressed-tensors")
@@ -246,7 +248,7 @@ def blob_of(x, folder):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("preset", ["dense", "sparse", chain(Bitmask(), values=Dense())])
-def test_a_tensor_that_looks_like_a_blob_comes_back_as_it_was(tmp_path, dialect, preset):
+def test_a_tensor_that_looks_like_a_blob_round_trips(tmp_path, dialect, preset):
     if dialect == "compressed-tensors" and not isinstance(preset, str):
         preset = chain(Bitmask())
     blob = blob_of(torch.eye(64), tmp_path)
@@ -272,7 +274,7 @@ def test_a_tensor_that_looks_like_a_blob_comes_back_as_it_was(tmp_path, dialect,
 
 @given(rest=st.binary(max_size=100))
 @relaxed
-def test_bytes_that_start_like_a_blob_come_back_as_they_were(rest):
+def test_bytes_that_start_like_a_blob_round_trip(rest):
     given_tensors = {"x": torch.frombuffer(bytearray(b"SLIM" + rest), dtype=torch.uint8)}
     with a_place() as path:
         slimtensors.save(given_tensors, path)
@@ -281,7 +283,7 @@ def test_bytes_that_start_like_a_blob_come_back_as_they_were(rest):
 
 @pytest.mark.parametrize("nonzero", range(830, 850))
 def test_a_blob_never_has_the_shape_of_its_tensor(tmp_path, nonzero):
-    """A loader that does not know us must stop at the shape, not take the bytes for weights."""
+    """Loaders without support must fail on the shape instead of reading bytes as weights."""
     x = torch.zeros(4096)
     x[:nonzero] = 1
     slimtensors.save({"x": x}, tmp_path / "x")
@@ -294,7 +296,7 @@ PART_NAMES = ["a.compressed", "a.bitmask", "a.shape", "a.row_offsets"]
 
 
 @pytest.mark.parametrize("first", ["a", "a.weight", None])
-def test_names_like_those_of_parts_mean_nothing_in_slim(tmp_path, first):
+def test_names_like_those_of_parts_have_no_meaning_in_slim(tmp_path, first):
     given_tensors = {name: torch.eye(64) + i for i, name in enumerate(PART_NAMES)}
     if first:
         given_tensors = {first: torch.eye(64), **given_tensors}
@@ -303,7 +305,7 @@ def test_names_like_those_of_parts_mean_nothing_in_slim(tmp_path, first):
 
 
 @pytest.mark.parametrize("preset", ["dense", "sparse"])
-def test_names_like_those_of_parts_mean_nothing_beside_a_plain_tensor(tmp_path, preset):
+def test_names_like_those_of_parts_have_no_meaning_beside_a_plain_tensor(tmp_path, preset):
     given_tensors = {name: torch.ones(3, 5) for name in ["a", "a.weight", *PART_NAMES]}
     path = tmp_path / "x"
     slimtensors.save(given_tensors, path, preset=preset, dialect="compressed-tensors")
@@ -312,16 +314,16 @@ def test_names_like_those_of_parts_mean_nothing_beside_a_plain_tensor(tmp_path, 
 
 @pytest.mark.parametrize("part", PART_NAMES)
 @pytest.mark.parametrize("limit", [None, 1])
-def test_a_name_that_a_part_needs_is_refused(tmp_path, part, limit):
+def test_a_name_that_conflicts_with_a_part_raises(tmp_path, part, limit):
     given_tensors = {"a": torch.eye(64), part: torch.ones(3)}
-    with pytest.raises(ConfigError, match=f"{part}: is the name of a tensor and of a part"):
+    with pytest.raises(ConfigError, match=f"{part}: name of a tensor and of a part"):
         slimtensors.save(
             given_tensors, tmp_path / "x", dialect="compressed-tensors", max_shard_size=limit
         )
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_name_like_a_weights_module_is_no_problem_beside_it(tmp_path):
+def test_a_tensor_may_have_the_name_of_the_module_of_a_weight(tmp_path):
     given_tensors = {"a.weight": torch.eye(64), "a": torch.eye(65), "a.bias": torch.eye(66)}
     slimtensors.save(given_tensors, tmp_path / "x", dialect="compressed-tensors")
     assert same_tensors(slimtensors.load(tmp_path / "x"), given_tensors)

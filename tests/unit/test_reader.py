@@ -150,7 +150,7 @@ def test_files_open_as_one_archive_with_the_file_of_each_entry(tmp_path, dialect
     slimtensors.save(sample(), tmp_path / "model", dialect=dialect, max_shard_size=300)
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(shards) > 1
-    archive = slimtensors.Archive.of_files(shards)
+    archive = slimtensors.Archive.from_files(shards)
     assert set(archive) == set(sample())
     assert all(same_bits(archive.get_tensor(name), x) for name, x in sample().items())
     stored = {key for shard in shards for key in load_file(shard)}
@@ -163,11 +163,11 @@ def test_a_blob_can_be_written_again_unchanged(tmp_path):
     path = tmp_path / "x.safetensors"
     slimtensors.save({"x": bits(0, 4096, torch.float32, 0.5), "y": torch.ones(3)}, path)
     archive = slimtensors.open(path)
-    packed = archive.packed("x")
+    packed = archive.read_packed("x")
     assert str(packed.plan) == archive.info("x").codec
     (piece,) = packed.pieces
     assert torch.equal(piece.chunks[0], load_file(path)["x"])
-    assert archive.packed("y") is None
+    assert archive.read_packed("y") is None
 
 
 def test_sequential_reads_prefetch_the_next_pages(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What cannot be stored is refused by name, and leaves everything as it was."""
+"""Failed saves raise with a name and change nothing."""
 
 import os
 
@@ -11,7 +11,7 @@ from slimtensors.errors import SlimError, UnsupportedTensorError
 
 
 class Special(torch.Tensor):
-    """A tensor that may mean anything."""
+    """A tensor subclass that archives do not support."""
 
 
 def resized(size: int) -> torch.Tensor:
@@ -38,9 +38,7 @@ CANNOT_BE_STORED = {
 @pytest.mark.parametrize("kind", CANNOT_BE_STORED)
 @pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
 @pytest.mark.parametrize("shards", [None, "1MB"])
-def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(
-    tmp_path, kind, dialect, shards
-):
+def test_an_unsupported_tensor_raises_before_anything_is_written(tmp_path, kind, dialect, shards):
     path = tmp_path / "model"
     tensors = {"good": torch.ones(3), "bad.one": CANNOT_BE_STORED[kind](), "last": torch.ones(3)}
 
@@ -67,9 +65,7 @@ def test_a_tensor_that_cannot_be_stored_is_named_before_anything_is_written(
     ids=repr,
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_name_that_cannot_be_stored_is_named_before_anything_is_written(
-    tmp_path, name, said, tied
-):
+def test_an_invalid_name_raises_before_anything_is_written(tmp_path, name, said, tied):
     x = torch.ones(3)
     with pytest.raises(SlimError, match=said):
         slimtensors.save({"good": x, name: x if tied else x.clone()}, tmp_path / "x.safetensors")
@@ -89,7 +85,7 @@ def test_a_name_that_cannot_be_stored_is_named_before_anything_is_written(
     ],
     ids=lambda options: "-".join(options),
 )
-def test_an_option_that_is_wrong_leaves_everything_as_it_was(tmp_path, options):
+def test_an_invalid_option_changes_nothing(tmp_path, options):
     path = tmp_path / "x.safetensors"
     slimtensors.save(sample(), path)
     before = path.read_bytes()
@@ -99,7 +95,7 @@ def test_an_option_that_is_wrong_leaves_everything_as_it_was(tmp_path, options):
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_an_error_while_choosing_a_plan_leaves_everything_as_it_was(tmp_path):
+def test_an_error_while_choosing_a_plan_changes_nothing(tmp_path):
     path = tmp_path / "x.safetensors"
     slimtensors.save(sample(), path)
     before = path.read_bytes()
@@ -115,7 +111,7 @@ def test_an_error_while_choosing_a_plan_leaves_everything_as_it_was(tmp_path):
         assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_damage_in_the_source_leaves_the_target_as_it_was(tmp_path):
+def test_a_damaged_source_does_not_change_the_target(tmp_path):
     source, target = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
     slimtensors.save(sample(), source)
     slimtensors.save(sample(), target)

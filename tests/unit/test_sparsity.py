@@ -8,7 +8,7 @@ from slimtensors.folder.config_json import (
     BitmaskConfig,
     Sparse24BitmaskConfig,
     SparsityConfig,
-    parse_section,
+    parse_sparsity,
 )
 
 
@@ -83,5 +83,5 @@ def test_a_model_has_the_structure_that_all_its_sparse_matrices_share():
 )
 def test_sparsity_config_sections_of_other_libraries_are_read(form, kind):
     section = {"format": form, "global_sparsity": "0.5", "targets": ["Linear"], "ignore": None}
-    config = parse_section(section)
+    config = parse_sparsity(section)
     assert (type(config), config.format, config.global_sparsity) == (kind, form, 0.5)

@@ -113,7 +113,7 @@ def test_damaged_files_raise_on_load(tmp_path):
     raw = bytearray(file.read_bytes())
     raw[-200] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CorruptFileError, match="w: the checksum differs"):
+    with pytest.raises(CorruptFileError, match="w: checksum mismatch"):
         slimtensors.load(file, run_compressed=True)
 
 

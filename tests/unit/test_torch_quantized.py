@@ -71,7 +71,7 @@ def test_sparse_integers_are_compressed(tmp_path):
 
 
 def test_the_other_dialect_names_the_tensor_that_it_cannot_store(tmp_path):
-    with pytest.raises(UnsupportedTensorError, match=r"x: safetensors has no qint8"):
+    with pytest.raises(UnsupportedTensorError, match=r"x: safetensors does not support qint8"):
         slimtensors.save(
             {"x": per_tensor(torch.qint8)}, tmp_path / "x", dialect="compressed-tensors"
         )

@@ -1,4 +1,4 @@
-"""States that are not all tensors."""
+"""States with values that are not tensors."""
 
 import json
 from collections import OrderedDict, namedtuple
@@ -43,17 +43,17 @@ def through_json(state):
 
 
 @given(state=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), trees, min_size=1))
-def test_states_come_back_with_every_type(state):
+def test_states_round_trip_with_every_type(state):
     back = through_json(state)
     assert repr(back) == repr(state)  # unlike ==, it tells True from 1 and -0.0 from 0.0
 
 
-def test_numbers_that_json_does_not_have_come_back():
+def test_numbers_that_json_does_not_support_round_trip():
     state = {"a": float("nan"), "b": float("inf"), "c": [-0.0], "d": 2**200}
     assert repr(through_json(state)) == repr(state)
 
 
-def test_tensors_keep_their_keys_as_names_and_get_paths_inside():
+def test_tensor_names_are_their_paths():
     x, y, z = torch.ones(1), torch.ones(2), torch.ones(3)
     state = {"x": x, "packed": (y, None), "deep": {"er": [z]}, "step": 3}
     tensors, outline = flatten(state)
@@ -63,7 +63,7 @@ def test_tensors_keep_their_keys_as_names_and_get_paths_inside():
     assert back["deep"]["er"][0] is z
 
 
-def test_two_tensors_never_get_one_name():
+def test_tensor_names_are_unique():
     x, y = torch.ones(1), torch.zeros(1)
     tensors, outline = flatten({"a": {"b": x}, "a.b": y})
     back = unflatten(outline, tensors)
@@ -71,7 +71,7 @@ def test_two_tensors_never_get_one_name():
     assert back["a.b"] is y
 
 
-def test_arrays_and_scalars_of_numpy_come_back_as_such():
+def test_numpy_arrays_and_scalars_round_trip():
     state = {"a": np.arange(6, dtype=np.int16).reshape(2, 3), "b": np.float32(1.5), "c": 0}
     back = through_json(state)
     assert type(back["a"]) is np.ndarray
@@ -79,7 +79,7 @@ def test_arrays_and_scalars_of_numpy_come_back_as_such():
     assert type(back["b"]) is np.float32
 
 
-def test_the_metadata_of_a_module_comes_back(tmp_path):
+def test_the_metadata_of_a_module_round_trips(tmp_path):
     state = torch.nn.BatchNorm1d(3).state_dict()
     state["extra"] = ("words", 1)
     slimtensors.save(state, tmp_path / "x")
@@ -96,13 +96,13 @@ Point = namedtuple("Point", "x y")
 @pytest.mark.parametrize(
     "value", [object(), {1, 2}, Point(1, 2), lambda: 0, np.array(["text"]), range(3), type]
 )
-def test_what_would_need_pickle_is_refused_with_its_path(tmp_path, value):
+def test_values_that_need_pickle_raise_with_their_path(tmp_path, value):
     with pytest.raises(UnsupportedTensorError, match=r"^state\.inner\.0: "):
         slimtensors.save({"state": {"inner": [value]}, "x": torch.ones(2)}, tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
-def test_endless_states_are_refused():
+def test_recursive_states_raise():
     state = {"a": []}
     state["a"].append(state["a"])
     with pytest.raises(UnsupportedTensorError, match="nested"):
@@ -124,12 +124,12 @@ def test_endless_states_are_refused():
         [],
     ],
 )
-def test_an_outline_that_is_none_is_damage(outline):
+def test_a_malformed_outline_is_a_corrupt_file_error(outline):
     with pytest.raises(CorruptFileError):
         unflatten({"dict": [["a", outline]]}, {})
 
 
-def test_a_state_survives_shards_and_being_saved_again(tmp_path):
+def test_a_state_round_trips_through_shards_and_a_second_save(tmp_path):
     state = {f"w{i}": torch.randn(64, 64) for i in range(6)} | {"step": 7, "betas": (0.9, 0.999)}
     slimtensors.save(state, tmp_path / "a", max_shard_size="40kB")
     slimtensors.save(slimtensors.open(tmp_path / "a"), tmp_path / "b.safetensors")
@@ -143,13 +143,13 @@ def test_a_state_survives_shards_and_being_saved_again(tmp_path):
 @pytest.mark.parametrize(
     ("state", "where"),
     [
-        ({"a": {"note": "x\ud800"}}, r"a\.note: holds half a character: 'x\\ud800'"),
-        ({"a": {"x\ud800": 3}}, r"a\.key: holds half a character: 'x\\ud800'"),
-        ({"a": {"x\ud800": torch.ones(3)}}, r"a\.key: holds half a character: 'x\\ud800'"),
-        ({"x\ud800": torch.ones(3)}, r"a tensor's name is not text: 'x\\ud800'"),
+        ({"a": {"note": "x\ud800"}}, r"a\.note: text is not valid Unicode: 'x\\ud800'"),
+        ({"a": {"x\ud800": 3}}, r"a\.key: text is not valid Unicode: 'x\\ud800'"),
+        ({"a": {"x\ud800": torch.ones(3)}}, r"a\.key: text is not valid Unicode: 'x\\ud800'"),
+        ({"x\ud800": torch.ones(3)}, r"tensor name is not valid Unicode: 'x\\ud800'"),
     ],
 )
-def test_half_a_character_is_named_and_refused(tmp_path, state, where):
+def test_invalid_unicode_raises_with_its_path(tmp_path, state, where):
     with pytest.raises(UnsupportedTensorError, match=where):
         slimtensors.save(state, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []

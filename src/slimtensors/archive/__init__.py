@@ -1,4 +1,4 @@
-"""Archives: named tensors in a file or folder. The only place with threads."""
+"""Archives: named tensors in a file or folder."""
 
 from slimtensors.archive.read import Archive, Progress, inspect, load, open
 from slimtensors.archive.verify import Verification, verify

@@ -1,4 +1,4 @@
-"""Deltas: a model stored as its difference from another one, exactly."""
+"""Deltas: store an archive as its exact difference from a base."""
 
 import hashlib
 import os
@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from slimtensors.archive.read import Archive, Progress
+from slimtensors.archive.read import Archive, Progress, open_archive
 from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, TensorSource, write
+from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan, encode
 from slimtensors.codecs.presets import Choice, Chooser
@@ -22,7 +22,7 @@ from slimtensors.storage import StrPath, is_inside, local_path
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, as_bytes, bitwise_equal, dtype_name
 
 _SAMPLE, _SAMPLES = 1 << 14, 8
-"""Items of a piece that is coded to see what a tensor costs, and how many pieces are."""
+"""Items per sample and number of samples encoded to estimate the size of a tensor."""
 
 
 def diff(
@@ -35,16 +35,36 @@ def diff(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
-    """Write what `new` has that `base` has not. Lossless; `restore` needs the very same base.
+    """Write the difference of `new` from `base`. Lossless; `restore` needs the same base.
 
-    Tensors that are equal cost nothing, others are stored as differences where that is smaller.
-    A preset that rounds is refused.
+    Equal tensors take no space; others are stored as residuals where that is smaller.
+
+    Args:
+        new, base: paths or open archives.
+        target: path of the delta, a file or a folder.
+        preset: a lossless preset, plan, or function that chooses plans for the residuals.
+        threads: number of threads; default: one per core.
+        progress: called with the number of bytes just processed.
+        storage_options: passed to fsspec.
+
+    Example:
+        >>> import slimtensors, torch
+        >>> weight = torch.randn(256, 256, dtype=torch.bfloat16)
+        >>> _ = slimtensors.save({"w": weight}, "base.safetensors")
+        >>> _ = slimtensors.save({"w": weight * 1.01}, "new.safetensors")
+        >>> _ = slimtensors.diff("new.safetensors", "base.safetensors", "delta.safetensors")
+        >>> _ = slimtensors.restore("delta.safetensors", "base.safetensors", "again.safetensors")
+        >>> bool(slimtensors.verify("again.safetensors", against="new.safetensors"))
+        True
     """
-    choose = lossless_only(presets.find(preset))
-    after, before = as_archive(new, storage_options), as_archive(base, storage_options)
-    check_base_kept(before, target)
-    state = delta_source(after, before, choose)
-    return write(state, target, preset=choose, dialect="slim", threads=threads, progress=progress)
+    choose = require_lossless(presets.find(preset))
+    after, before = open_archive(new, storage_options), open_archive(base, storage_options)
+    check_base_not_replaced(before, target)
+    source = make_delta_source(after, before, choose)
+    options = WriteOptions(
+        preset=choose, threads=threads, progress=progress, storage_options=storage_options
+    )
+    return write(source, target, options).summary()
 
 
 def restore(
@@ -58,53 +78,60 @@ def restore(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
-    """Write the model that `diff` was given as `new`, bit for bit. Another base is refused."""
-    return write(
-        restored_source(as_archive(delta, storage_options), as_archive(base, storage_options)),
-        target,
+    """Write the archive that was passed to `diff` as `new`, bit for bit.
+
+    Raises `MismatchError` if `base` is not the base of the delta. See `diff` for an example.
+
+    Args:
+        delta, base: paths or open archives.
+        target: path of the restored archive, a file or a folder.
+        preset: how to store the restored tensors; default: plain.
+        max_shard_size: maximum bytes per file, such as `"5GB"`; writes shards and an index.
+        threads: number of threads; default: one per core.
+        progress: called with the number of bytes just processed.
+        storage_options: passed to fsspec.
+    """
+    source = make_restored_source(
+        open_archive(delta, storage_options), open_archive(base, storage_options)
+    )
+    options = WriteOptions(
         preset=preset,
-        dialect="slim",
         max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
+        storage_options=storage_options,
     )
+    return write(source, target, options).summary()
 
 
-def as_archive(
-    archive: StrPath | Archive, storage_options: dict[str, Any] | None = None
-) -> Archive:
-    """Open what is not open yet."""
-    if isinstance(archive, Archive):
-        return archive
-    return Archive(archive, storage_options=storage_options)
-
-
-def check_base_kept(base: Archive, target: StrPath) -> None:
-    """Raise if `target` would take the place of the base, which its delta needs."""
-    written, where = (Path(os.path.realpath(path)) for path in (local_path(target), base.path))
-    folder = where if where.is_dir() else where.parent
+def check_base_not_replaced(base: Archive, target: StrPath) -> None:
+    """Raise if writing `target` would replace the base."""
+    written, source = (Path(os.path.realpath(path)) for path in (local_path(target), base.path))
+    folder = source if source.is_dir() else source.parent
     files = [folder / file for file in base.shards()]
     if any(written in (file, *file.parents) for file in files):
-        raise ConfigError(f"{target}: holds the base, without which its delta is worth nothing")
+        raise ConfigError(
+            f"{target} contains the base, which the delta needs; choose another target"
+        )
 
 
-def delta_source(
+def make_delta_source(
     new: Archive, base: Archive, choose: Chooser, *, files: Mapping[str, Any] | None = None
 ) -> ArchiveSource:
-    """Return what to write so that `new` can be made from it and `base`.
+    """Return the delta from `base` to `new`, to be written.
 
-    `files` describes in which files `new` lies, as `Changed` has it.
+    `files` are the fields `index` and `files` of `DeltaManifest`.
     """
-    new.check_whole()
-    base.check_whole()
+    new.check_not_delta()
+    base.check_not_delta()
     tied = new.tied()
-    how: dict[str, list[str]] = {}
+    entries: dict[str, list[str]] = {}
 
-    def item(name: str) -> TensorSource:
+    def make_item(name: str) -> TensorSource:
         spec = new.spec(name)
-        has_bytes = spec.dtype not in QUANTIZED_DTYPES  # whose scales lie elsewhere
-        has_base = has_bytes and name in base and base.spec(name) == spec
-        how[name] = ["whole"]  # in this order, whichever thread is first
+        is_plain = spec.dtype not in QUANTIZED_DTYPES  # bytes without scales
+        has_base = is_plain and name in base and base.spec(name) == spec
+        entries[name] = ["whole"]  # now, so that the order does not depend on threads
 
         def read(each: Each) -> Tensor | None:
             x = new.load_one(name, each)
@@ -112,37 +139,37 @@ def delta_source(
                 return x
             y = base.load_one(name, each)
             if bitwise_equal(x, y):
-                how[name] = ["same", tensor_digest(y)]
+                entries[name] = ["same", tensor_digest(y)]
                 return None
             kind, r = choose_residual(x, y, lambda r: estimate_bytes(name, r, choose), each=each)
             if kind != "whole":
-                how[name] = [kind, tensor_digest(y)]
+                entries[name] = [kind, tensor_digest(y)]
             return r
 
         return TensorSource(name, spec, read, always_blob=True)
 
     return ArchiveSource(
-        [item(name) for name in new if name not in tied],
+        [make_item(name) for name in new if name not in tied],
         tree=new.tree,
-        delta={"tensors": how, "tied": tied, **(files or {})},
+        delta={"tensors": entries, "tied": tied, **(files or {})},
     )
 
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """What the manifest of a delta says."""
+    """The manifest of a delta."""
 
     tensors: Mapping[str, list[str]]
-    """For each tensor how it is stored, and the digest of the base's tensor if it needs one."""
+    """Name -> [kind], or [kind, digest of the base tensor]."""
     tied: Mapping[str, str]
     index: str | None = None
-    """The name of the model's index, if it had several files."""
+    """File name of the index of the original, if it was sharded."""
     files: Mapping[str, list[str]] | None = None
-    """The model's files and the tensors in each, if it was not one file of the usual name."""
+    """File -> tensors of the original, unless it was one file with the default name."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "DeltaManifest":
-        """Parse what a manifest says."""
+        """Parse the JSON form."""
         match data:
             case {"tensors": dict(tensors), "tied": dict(tied)} if (
                 all(map(_is_entry, tensors.values()))
@@ -151,13 +178,13 @@ class DeltaManifest:
                 and _is_layout(data.get("index"), data.get("files"), tensors)
             ):
                 return cls(tensors, tied, data.get("index"), data.get("files"))
-        raise CorruptFileError("does not say how it differs from its base")
+        raise CorruptFileError("malformed delta: no valid list of differences")
 
     @classmethod
-    def of(cls, delta: Archive) -> "DeltaManifest":
-        """Return what an archive says; raise if it is not a delta."""
+    def from_archive(cls, delta: Archive) -> "DeltaManifest":
+        """Return the manifest of an archive; raise if it is not a delta."""
         if delta.delta is None:
-            raise ConfigError(f"{delta.path}: is not a delta, but whole")
+            raise ConfigError(f"{delta.path} is not a delta")
         try:
             return cls.from_json(delta.delta)
         except CorruptFileError as error:
@@ -165,28 +192,30 @@ class DeltaManifest:
 
     @property
     def base_digest(self) -> str:
-        """What the tensors that are needed of the base have in common with no others."""
+        """Digest of all tensors that are needed from the base."""
         lines = [f"{name} {entry[1]}\n" for name, entry in self.tensors.items() if entry[1:]]
         return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:32]
 
 
-def restored_source(delta: Archive, base: Archive) -> ArchiveSource:
-    """Return the model that a delta and its base stand for, to be written or loaded."""
-    changed = DeltaManifest.of(delta)
-    base.check_whole()
+def make_restored_source(delta: Archive, base: Archive) -> ArchiveSource:
+    """Return the original that a delta and its base represent, to be written or loaded."""
+    manifest = DeltaManifest.from_archive(delta)
+    base.check_not_delta()
 
-    def item(name: str, entry: list[str]) -> TensorSource:
+    def make_item(name: str, entry: list[str]) -> TensorSource:
         if entry == ["whole"]:
             return TensorSource(name, delta.spec(name), lambda each: delta.load_one(name, each))
         if name not in base:
-            raise MismatchError(f"{base.path}: {name}: is missing; this is not the delta's base")
-        kind, want = entry
+            raise MismatchError(
+                f"{base.path}: {name}: not found; this is not the base of the delta"
+            )
+        kind, digest = entry
 
         def read(each: Each) -> Tensor:
             y = base.load_one(name, each)
-            if tensor_digest(y) != want:
+            if tensor_digest(y) != digest:
                 raise MismatchError(
-                    f"{base.path}: {name}: is not the tensor that {delta.path} was made from"
+                    f"{base.path}: {name}: differs from the tensor that {delta.path} was made from"
                 )
             if kind == "same":
                 return y
@@ -198,48 +227,48 @@ def restored_source(delta: Archive, base: Archive) -> ArchiveSource:
 
         return TensorSource(name, base.spec(name), read)
 
-    items = [item(name, entry) for name, entry in changed.tensors.items()]
-    return ArchiveSource(items, changed.tied, delta.tree)
+    items = [make_item(name, entry) for name, entry in manifest.tensors.items()]
+    return ArchiveSource(items, manifest.tied, delta.tree)
 
 
 def tensor_digest(x: Tensor) -> str:
-    """Return 128 bits of SHA-256 over dtype, shape and bytes."""
-    found = hashlib.sha256(f"{dtype_name(x.dtype)} {list(x.shape)}\n".encode())
-    found.update(as_bytes(x).numpy().data)
-    return found.hexdigest()[:32]
+    """Return the first 128 bits of SHA-256 over dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{dtype_name(x.dtype)} {list(x.shape)}\n".encode())
+    digest.update(as_bytes(x).numpy().data)
+    return digest.hexdigest()[:32]
 
 
 def estimate_bytes(name: str, x: Tensor, choose: Chooser) -> float:
-    """Estimate the bytes of a tensor from a few pieces of it, each coded alone as chunks are."""
+    """Estimate the encoded size of a tensor from a few samples of it."""
     flat = x.reshape(-1)
-    pieces = [flat]
+    samples = [flat]
     if flat.numel() > _SAMPLE * _SAMPLES:
         last = flat.numel() - _SAMPLE
         starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-        pieces = [flat[start : start + _SAMPLE] for start in starts]
-    coded = sum(_coded_bytes(name, piece, choose) for piece in pieces)
-    return coded * flat.numel() / sum(piece.numel() for piece in pieces)
+        samples = [flat[start : start + _SAMPLE] for start in starts]
+    coded = sum(_coded_bytes(name, sample, choose) for sample in samples)
+    return coded * flat.numel() / sum(sample.numel() for sample in samples)
 
 
-def lossless_only(choose: Chooser) -> Chooser:
-    """Return a rule that raises where `choose` would round."""
+def require_lossless(choose: Chooser) -> Chooser:
+    """Return a chooser that raises where `choose` would round."""
 
-    def chosen(name: str, x: Tensor) -> Choice | Plan | None:
+    def choose_lossless(name: str, x: Tensor) -> Choice | Plan | None:
         choice = choose(name, x)
-        plan = _plan(choice)
+        plan = _plan_of(choice)
         if plan is not None and plan.is_lossy:
-            raise ConfigError(f"{name}: would be rounded; a delta needs a lossless preset")
+            raise ConfigError(f"{name}: {plan} is lossy; a delta needs a lossless preset")
         return choice
 
-    return chosen
+    return choose_lossless
 
 
-def _plan(choice: Choice | Plan | None) -> Plan | None:
+def _plan_of(choice: Choice | Plan | None) -> Plan | None:
     return choice.plan if isinstance(choice, Choice) else choice
 
 
 def _coded_bytes(name: str, x: Tensor, choose: Chooser) -> int:
-    plan = _plan(choose(name, x))
+    plan = _plan_of(choose(name, x))
     if plan is None:
         return x.nbytes
     return min(sum(leaf.nbytes for _, leaf in encode(plan, x).leaves()), x.nbytes)
@@ -255,16 +284,18 @@ def _is_entry(entry: object) -> bool:
 
 
 def _is_layout(index: object, files: object, tensors: Json) -> bool:
-    """Tell whether every tensor is in one of the files, and all of them may be written."""
+    """Return True if each tensor is in exactly one file and all file names are safe."""
     if files is None:
         return index is None
-    if not isinstance(files, dict) or not all(_is_name(file, ".safetensors") for file in files):
+    if not isinstance(files, dict) or not all(
+        _is_safe_name(file, ".safetensors") for file in files
+    ):
         return False
-    if not (_is_name(index, ".json") if index is not None else len(files) == 1):
+    if not (_is_safe_name(index, ".json") if index is not None else len(files) == 1):
         return False
     listed = [name for names in files.values() if isinstance(names, list) for name in names]
     return all(isinstance(name, str) for name in listed) and sorted(listed) == sorted(tensors)
 
 
-def _is_name(file: object, ending: str) -> bool:
+def _is_safe_name(file: object, ending: str) -> bool:
     return is_inside(file) and str(file).endswith(ending)

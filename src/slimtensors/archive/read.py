@@ -30,76 +30,86 @@ from slimtensors.storage import (
 )
 from slimtensors.tensor import Spec, dtype_name
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
 
 AsCompressed = Callable[[Encoded, Each], Tensor | None]
-"""Returns a tensor that stays compressed in memory, or None if its encoding cannot."""
+"""Returns a tensor that stays compressed in memory, or None if its plan does not support that."""
 
 _as_compressed: AsCompressed | None = None
 
 
 def register_runtime(convert: AsCompressed) -> None:
-    """Set how encoded tensors become tensors that stay compressed in memory."""
+    """Register the function that makes compressed tensors for `load(run_compressed=True)`."""
     global _as_compressed
     _as_compressed = convert
 
 
 def _find_runtime() -> AsCompressed:
     if _as_compressed is None:
-        import_module("slimtensors.runtime")  # a higher layer: it registers itself here
+        import_module("slimtensors.runtime")  # a higher layer, which calls register_runtime
     assert _as_compressed is not None
     return _as_compressed
 
 
 Progress = Callable[[int], object]
-"""Called with the number of bytes that were just done."""
+"""Called with the number of bytes just processed."""
 
 
 class Archive:
-    """An open file or folder: names at once, tensors when asked for."""
+    """An open file or folder. Opening reads headers only; tensors are decoded on demand.
+
+    Example:
+        >>> import slimtensors, torch
+        >>> _ = slimtensors.save({"weight": torch.eye(256)}, "model.safetensors")
+        >>> with slimtensors.open("model.safetensors") as archive:
+        ...     print(archive.keys(), archive.get_tensor("weight").shape)
+        ['weight'] torch.Size([256, 256])
+    """
 
     def __init__(self, path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
-        where = locate(path, storage_options=storage_options)
-        if isinstance(where, LocalLocation) and not where.path.exists():
-            raise FileNotFoundError(f"{where}: no such file or folder")
-        self._hold(str(where), open_files(where))
+        location = locate(path, storage_options=storage_options)
+        if isinstance(location, LocalLocation) and not location.path.exists():
+            raise FileNotFoundError(f"{location}: no such file or folder")
+        self._open(location, open_files(location))
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path]) -> Self:
-        """Open these files as one archive, whatever index there is."""
+    def from_files(cls, paths: Sequence[Path]) -> Self:
+        """Open these local files as one archive; an index is ignored."""
         archive = cls.__new__(cls)
-        archive._hold(str(paths[0].parent), [open_file(LocalLocation(path)) for path in paths])
+        files = [open_file(LocalLocation(path)) for path in paths]
+        archive._open(LocalLocation(paths[0].parent), files)
         return archive
 
     @classmethod
-    def at(cls, where: Location) -> Self:
-        """Open the one file that lies there."""
+    def from_location(cls, location: Location) -> Self:
+        """Open one file."""
         archive = cls.__new__(cls)
-        archive._hold(str(where), [open_file(where)])
+        archive._open(location, [open_file(location)])
         return archive
 
-    def _hold(self, path: str, files: list[StoredFile]) -> None:
-        self.path, self._files, self._is_closed = path, files, False
+    def _open(self, location: Location, files: list[StoredFile]) -> None:
+        self.location, self.path = location, str(location)
+        self._files, self._is_closed = files, False
         contents = dialects.read_contents(files)
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
         self.owners = contents.owners
-        """Which tensor each entry of the files belongs to: itself, or one that is in parts."""
+        """Entry of a file -> name of the tensor it belongs to."""
 
     def select(self, names: Iterable[str]) -> "Archive":
-        """Return an archive of only these tensors of this one."""
+        """Return an archive with a subset of the tensors."""
         part = copy(self)
         part._members = {name: self._find(name) for name in names}
         if len(part) < len(self):
-            part.tree = None  # an outline of all would name tensors that are not there
+            part.tree = None  # it would refer to tensors that are not selected
         return part
 
-    def check_whole(self) -> None:
-        """Raise if this is a delta, whose tensors are not those of the model."""
+    def check_not_delta(self) -> None:
+        """Raise if this is a delta, which contains differences instead of weights."""
         if self.delta is not None:
-            raise ConfigError(f"{self.path}: is a difference from another model; restore it first")
+            raise ConfigError(f"{self.path} is a delta; restore it first")
 
     def keys(self) -> list[str]:
-        """List the names of all tensors in the order they were saved, tied names last."""
+        """Return the names of all tensors in the order they were saved, tied names last."""
         return list(self._members)
 
     def __len__(self) -> int:
@@ -113,30 +123,30 @@ class Archive:
 
     def spec(self, name: str) -> Spec:
         """Return dtype and shape of a tensor."""
-        return self._told(name, lambda member: member.spec())
+        return self._query(name, lambda member: member.spec())
 
     def plan(self, name: str) -> Plan | None:
-        """Return the plan by which a tensor is stored; none if it is plain."""
-        return self._told(name, lambda member: member.about().plan)
+        """Return the plan of a tensor, or None if it is plain."""
+        return self._query(name, lambda member: member.info().plan)
 
     def info(self, name: str) -> TensorSummary:
         """Return how a tensor is stored."""
         member = self._find(name)
-        about = self._told(name, lambda member: member.about())
+        info = self._query(name, lambda member: member.info())
         return TensorSummary(
             name,
-            dtype_name(about.spec.dtype),
-            about.spec.shape,
-            str(about.plan) if about.plan else "plain",
-            about.spec.nbytes,
+            dtype_name(info.spec.dtype),
+            info.spec.shape,
+            str(info.plan) if info.plan else "plain",
+            info.spec.nbytes,
             member.stored_bytes,
             member.file.name,
-            error=about.error,
-            parts=about.parts,
+            error=info.error,
+            parts=info.parts,
         )
 
     def tied(self) -> dict[str, str]:
-        """Return the names that stand for a tensor stored under another name, and that name."""
+        """Return {alias: name} for tensors that share storage with an earlier one."""
         first: dict[int, str] = {}
         return {
             name: home
@@ -146,53 +156,55 @@ class Archive:
 
     @property
     def files(self) -> Sequence[StoredFile]:
-        """The files that it lies in."""
+        """The open files."""
         return self._files
 
     def stored_bytes(self, name: str) -> int:
-        """Return what a tensor costs in its file."""
+        """Return the bytes of a tensor in its file."""
         return self._find(name).stored_bytes
 
     def shards(self) -> dict[str, list[str]]:
-        """Return the files, by their names in the folder, and the tensors that each holds."""
-        found: dict[str, list[str]] = {}
+        """Return {file name: names of its tensors}."""
+        shards: dict[str, list[str]] = {}
         for name, member in self._members.items():
-            found.setdefault(member.file.key, []).append(name)
-        return found
+            shards.setdefault(member.file.key, []).append(name)
+        return shards
 
     def summary(self) -> Summary:
-        """Return how everything is stored."""
-        return self._summary(self.info)
+        """Return how all tensors are stored."""
+        return self._summarize(self.info)
 
     def bounds(self, *, threads: int | None = None, progress: Progress | None = None) -> Summary:
-        """Return how everything is stored, and the order-0 entropy of all tensors.
+        """Return the summary with the order-0 entropy of every tensor.
 
-        Everything is read and decoded for it. Tensors stored with rounding count as what they were
-        rounded to: their integers and scales. `progress` counts stored bytes.
+        Reads and decodes everything. For rounded tensors, this is the entropy of their integers
+        and scales. `progress` receives stored bytes.
         """
         tied = self.tied()
 
-        def one(name: str) -> TensorSummary:
+        def measure(name: str) -> TensorSummary:
             info = self.info(name)
-            exact = self._told(name, lambda member: member.load_exact(workers.each))
+            exact = self._query(name, lambda member: member.load_exact(workers.each))
             bits = sum(map(order0, exact))
             return replace(info, bound=bits / info.items if info.items else 0.0)
 
         with Workers(threads) as workers:
             names = [name for name in self if name not in tied]
-            found: dict[str, TensorSummary] = {}
-            results = workers.in_order(one, names, self.stored_bytes)
+            measured: dict[str, TensorSummary] = {}
+            results = workers.in_order(measure, names, self.stored_bytes)
             for name, info in zip(names, results, strict=True):
-                found[name] = info
+                measured[name] = info
                 if progress:
                     progress(info.stored_bytes)
-        return self._summary(lambda name: found[tied.get(name, name)])
+        return self._summarize(lambda name: measured[tied.get(name, name)])
 
-    def _summary(self, about: Callable[[str], TensorSummary]) -> Summary:
+    def _summarize(self, describe: Callable[[str], TensorSummary]) -> Summary:
         tied = self.tied()
         return Summary(
             [
-                replace(about(name), name=name).tied_to(tied[name]) if name in tied else about(name)
+                replace(describe(name), name=name).tied_to(tied[name])
+                if name in tied
+                else describe(name)
                 for name in self
             ],
             [file.name for file in self._files],
@@ -200,7 +212,7 @@ class Archive:
 
     def get_tensor(self, name: str, *, device: torch.device | str = "cpu") -> Tensor:
         """Read and decode one tensor."""
-        self.check_whole()
+        self.check_not_delta()
         return self.load_one(name, serially).to(device)
 
     def items(
@@ -210,71 +222,71 @@ class Archive:
         threads: int | None = None,
         run_compressed: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor with its name, decoding the next ones meanwhile.
+        """Yield (name, tensor) pairs, decoding ahead in other threads.
 
         Tied names yield the same tensor. `run_compressed` as in `load`.
         """
-        one_of = self.load_compressed if run_compressed else self.load_one
-        self.check_whole()
+        read = self.load_compressed if run_compressed else self.load_one
+        self.check_not_delta()
         tied = self.tied()
-        held: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
         homes = set(tied.values())
 
-        def one(name: str) -> Tensor:
-            return one_of(name, workers.each).to(device)
+        def load_tensor(name: str) -> Tensor:
+            return read(name, workers.each).to(device)
 
         with Workers(threads) as workers:
             names = [name for name in self if name not in tied]
-            results = workers.in_order(one, names, self.stored_bytes)
+            results = workers.in_order(load_tensor, names, self.stored_bytes)
             for name, x in zip(names, results, strict=True):
                 if name in homes:
-                    held[name] = x
+                    shared[name] = x
                 yield name, x
-        yield from ((name, held[home]) for name, home in tied.items())
+        yield from ((name, shared[home]) for name, home in tied.items())
 
     def load_one(self, name: str, each: Each) -> Tensor:
-        """Read and decode one tensor, dividing the work by `each`."""
-        return self._told(name, lambda member: member.load(each))
+        """Read and decode one tensor, in parallel if `each` is."""
+        return self._query(name, lambda member: member.load(each))
 
     def has_rows(self, name: str) -> bool:
-        """Tell whether some rows of a tensor can be read without all of it."""
+        """Return True if rows of a tensor can be read without reading all of it."""
         member = self._find(name)
         return isinstance(member, PlainMember) and member.has_rows
 
     def load_rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Read some rows of a tensor that has them."""
+        """Read the rows `begin` to `end` of a tensor for which `has_rows` is True."""
         member = self._find(name)
         assert isinstance(member, PlainMember), name
         return member.load_rows(begin, end)
 
-    def encoded(self, name: str, each: Each) -> Encoded | None:
-        """Return a tensor in the form in which it is stored, not decoded; none if it is plain."""
+    def read_encoded(self, name: str, each: Each) -> Encoded | None:
+        """Return a tensor in encoded form, or None if it is plain."""
 
         def read(member: Member) -> Encoded | None:
-            return member.encoded(each) if isinstance(member, BlobMember) else None
+            return member.read_encoded(each) if isinstance(member, BlobMember) else None
 
-        return self._told(name, read)
+        return self._query(name, read)
 
-    def packed(self, name: str) -> PackedTensor | None:
-        """Return a tensor as it is stored, to be written again; none if it is not one blob."""
+    def read_packed(self, name: str) -> PackedTensor | None:
+        """Return the blob of a tensor, to be written to another file; None if it has no blob."""
         member = self._find(name)
-        return member.packed(name) if isinstance(member, BlobMember) else None
+        return member.read_packed(name) if isinstance(member, BlobMember) else None
 
     def load_compressed(self, name: str, each: Each) -> Tensor:
-        """Return a tensor that stays compressed if it is a matrix stored that way, else decode it.
+        """Return a tensor that stays compressed in memory where its plan allows it, else decode it.
 
-        Its parts are not copied: they lie in the pages of the file, checked once, here.
+        Checksums are verified once; parts are mapped from the file without a copy.
         """
 
-        def ask(member: Member) -> Tensor:
+        def read(member: Member) -> Tensor:
             if isinstance(member, BlobMember):
-                compressed = _find_runtime()(member.encoded(each), each)
+                compressed = _find_runtime()(member.read_encoded(each), each)
                 if compressed is not None:
                     member.file.release(member.entry)  # mapped parts are read again on use
                     return compressed
             return member.load(each)
 
-        return self._told(name, ask)
+        return self._query(name, read)
 
     def __enter__(self) -> Self:
         return self
@@ -289,22 +301,44 @@ class Archive:
 
     def _find(self, name: str) -> Member:
         if self._is_closed:
-            raise ValueError(f"{self.path}: the archive is closed")
+            raise ValueError(f"{self.path}: archive is closed")
         if name not in self._members:
-            raise KeyError(f"{self.path} holds no tensor named {name!r}")
+            raise KeyError(f"{self.path}: no tensor named {name!r}")
         return self._members[name]
 
-    def _told(self, name: str, ask: Callable[[Member], Answer]) -> Answer:
+    def _query(self, name: str, read: Callable[[Member], T]) -> T:
+        """Return `read` of a tensor; errors get the names of file and tensor."""
         member = self._find(name)
         try:
-            return ask(member)
+            return read(member)
         except FormatError as error:
             raise type(error)(f"{member.file.name}: {name}: {error}") from error
 
 
 def open(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Archive:
-    """Open a file, a folder, an index or a URL, reading nothing but headers."""
+    """Open a file or folder; read its headers, and tensors on demand.
+
+    Args:
+        path: a safetensors file, a folder, an index file, or a URL supported by fsspec.
+        storage_options: passed to fsspec.
+
+    Example:
+        >>> import slimtensors, torch
+        >>> _ = slimtensors.save({"weight": torch.eye(256)}, "model.safetensors")
+        >>> with slimtensors.open("model.safetensors") as archive:
+        ...     archive.info("weight").dense_bytes
+        262144
+    """
     return Archive(path, storage_options=storage_options)
+
+
+def open_archive(
+    archive: StrPath | Archive, storage_options: dict[str, Any] | None = None
+) -> Archive:
+    """Open a path; return an archive that is already open."""
+    if isinstance(archive, Archive):
+        return archive
+    return Archive(archive, storage_options=storage_options)
 
 
 def load(
@@ -315,13 +349,21 @@ def load(
     run_compressed: bool = False,
     storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read all that a file or folder holds. Any safetensors file will do, compressed or not.
+    """Load a file or folder into a dict, as it was passed to `save`. Reads any safetensors file.
 
-    A state that was not all tensors comes back as it was, with its tuples, numbers and dtypes.
+    Args:
+        path: a safetensors file, a folder, an index file, or a URL supported by fsspec.
+        device: device of the returned tensors.
+        threads: number of threads; default: one per core.
+        run_compressed: keep quantized and sparse matrices compressed in memory
+            (`slimtensors.tensors`), mapped from the file, which must not change meanwhile.
+        storage_options: passed to fsspec.
 
-    Tensors come back dense, unless `run_compressed`: then matrices that our dialect stores
-    quantized or sparse stay so (`slimtensors.tensors`), in the pages of the file, which must not
-    change.
+    Example:
+        >>> import slimtensors, torch
+        >>> _ = slimtensors.save({"weight": torch.eye(256), "step": 3}, "state.safetensors")
+        >>> slimtensors.load("state.safetensors")["step"]
+        3
     """
     with open(path, storage_options=storage_options) as archive:
         tensors = dict(archive.items(device=device, threads=threads, run_compressed=run_compressed))
@@ -337,11 +379,19 @@ def rebuild_state(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any
     except FormatError as error:
         raise type(error)(f"{archive.path}: {error}") from error
     if not isinstance(state, dict):
-        raise CorruptFileError(f"{archive.path}: holds a {type(state).__name__}, not a table")
+        raise CorruptFileError(f"{archive.path}: expected a dict, got {type(state).__name__}")
     return state
 
 
 def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:
-    """Tell how every tensor of a file or folder is stored, without decoding it."""
+    """Return how every tensor of a file or folder is stored; reads headers only.
+
+    Example:
+        >>> import slimtensors, torch
+        >>> _ = slimtensors.save({"weight": torch.eye(256)}, "model.safetensors")
+        >>> summary = slimtensors.inspect("model.safetensors")
+        >>> summary.tensors[0].name, summary.dense_bytes
+        ('weight', 262144)
+    """
     with open(path, storage_options=storage_options) as archive:
         return archive.summary()

@@ -1,4 +1,4 @@
-"""What was stored, tensor by tensor: returned by `save` and by `inspect`."""
+"""Summaries of archives, returned by `save` and `inspect`, and their text form."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,22 @@ from pathlib import PurePath
 from slimtensors.tensor import Json
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Lay out a table in plain text: the first `left` columns to the left, numbers to the right."""
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Return a plain text table; the first `left` columns are left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
-    def line(cells: Sequence[str]) -> str:
+    def format_row(cells: Sequence[str]) -> str:
         padded = (
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(head), *map(line, rows)])
+    return "\n".join([format_row(head), *map(format_row, rows)])
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Lay out a table in Markdown."""
+def format_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Return a Markdown table."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     rule = [":--" if i < left else "--:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
@@ -37,21 +37,23 @@ class TensorSummary:
     dtype: str
     shape: tuple[int, ...]
     codec: str
-    """The plan, as `bitmask(values=…)`; `plain` if there is none, `tied` if stored elsewhere."""
+    """The plan, such as `bitmask(values=…)`, or `plain`, or `tied` (stored under another name)."""
     dense_bytes: int
     stored_bytes: int
     file: str
     note: str = ""
     error: float | None = None
-    """How far it is from what was given, relative RMS; none if it is the same, bit for bit."""
+    """Relative RMS error of the stored values; None if lossless."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of everything it is stored as, by the dotted path in its plan."""
+    """Bytes of each part, by its dotted path in the plan."""
     bound: float | None = None
-    """The order-0 entropy, in bits per item; none if nobody asked for it."""
+    """Order-0 entropy in bits per item; None if not measured."""
 
     def tied_to(self, home: str) -> "TensorSummary":
-        """Return the entry of a name that stands for the tensor `home`."""
-        return replace(self, codec="tied", stored_bytes=0, note=f"is {home}", parts={}, bound=None)
+        """Return the entry of an alias of the tensor `home`."""
+        return replace(
+            self, codec="tied", stored_bytes=0, note=f"tied to {home}", parts={}, bound=None
+        )
 
     @property
     def items(self) -> int:
@@ -60,25 +62,25 @@ class TensorSummary:
 
     @property
     def bits_per_item(self) -> float:
-        """Bits that one item costs in the file."""
+        """Stored bits per item."""
         return 8 * self.stored_bytes / self.items if self.items else 0.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All tensors of an archive, and the files that hold them."""
+    """The tensors of an archive and its files."""
 
     tensors: Sequence[TensorSummary]
     files: Sequence[str]
 
     @property
     def items(self) -> int:
-        """Number of items of all tensors; tied ones count once."""
+        """Number of items of all tensors; tied tensors count once."""
         return sum(t.items for t in self.tensors if t.codec != "tied")
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all tensors in memory; tied ones count once."""
+        """Bytes of all tensors in memory; tied tensors count once."""
         return sum(t.dense_bytes for t in self.tensors if t.codec != "tied")
 
     @property
@@ -88,7 +90,7 @@ class Summary:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller."""
+        """Dense bytes divided by stored bytes."""
         return self.dense_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def __str__(self) -> str:
@@ -100,7 +102,7 @@ class Summary:
         return f"{tensors}, {coded} compressed: {sizes} ({self.ratio:.2f}x smaller){lost}"
 
     def to_json(self) -> Json:
-        """Return everything as JSON; `docs/schemas/summary.json` describes it."""
+        """Return the summary as JSON (schema: `docs/schemas/summary.json`)."""
         return {
             "files": [PurePath(file).name for file in self.files],
             "dense_bytes": self.dense_bytes,
@@ -118,19 +120,19 @@ class Summary:
         }
 
 
-def joined(parts: Sequence[Summary]) -> Summary:
-    """Return one summary of what lies in several files."""
+def merge_summaries(parts: Sequence[Summary]) -> Summary:
+    """Return one summary of several files."""
     tensors = [tensor for part in parts for tensor in part.tensors]
     return Summary(tensors, [file for part in parts for file in part.files])
 
 
-def count_noun(number: int, what: str) -> str:
-    """Write a number of things: `1 tensor`, `2 tensors`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def count_noun(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 tensor`, `2 tensors`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_bytes(size: float) -> str:
-    """Write a number of bytes for people: `12.3 MB`."""
+    """Return a human-readable size: `12.3 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""States that are not all tensors: dicts, tuples, numbers, dtypes — stored as tensors and JSON.
+"""Nested states (dicts, tuples, numbers, dtypes) as flat tensors and a JSON outline.
 
-`flatten` takes the tensors out of a state and leaves a JSON outline of the rest; `unflatten` puts
-them back. Nothing is pickled, so a file can hold nothing that runs.
+`flatten` extracts the tensors of a state and describes the rest as JSON; `unflatten` rebuilds it.
+Nothing is pickled, so loading a file never executes code.
 """
 
 import base64
@@ -18,16 +18,15 @@ from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.tensor import Json, dtype_name, find_dtype, is_valid_text
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 _PLAIN = (str, int, bool, type(None))
 _TENSORS = (Tensor, Encoded)
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json | None]:
-    """Return the tensors of a state by name, and an outline of the rest; none if all are tensors.
+    """Return the tensors of a state by name and an outline of the rest, None if all are tensors.
 
-    A tensor in a table keeps its key as its name; one further inside gets its path, joined by dots.
-    A tensor may be there in encoded form.
+    The name of a tensor is its path in the state, joined by dots. Tensors may be encoded.
     """
     tensors: dict[str, Tensor | Encoded] = {}
     if all(isinstance(k, str) and isinstance(v, Tensor | Encoded) for k, v in state.items()):
@@ -44,30 +43,30 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json
 
 
 def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `flatten` took apart."""
+    """Return the state that was passed to `flatten`."""
     try:
-        return _rebuilt(outline, tensors, 0)
+        return _rebuild(outline, tensors, 0)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CorruptFileError(f"not an outline of a state: {error!r}") from error
+        raise CorruptFileError(f"malformed state outline: {error!r}") from error
 
 
 def _outline(
     value: Any, path: str, keep: Callable[[str, Tensor | Encoded], str], depth: int
 ) -> Any:
-    """Return JSON for `value`: plain where JSON has it, else a table with one key, its kind."""
-    if type(value) in _PLAIN:  # as most of a state is: worth a way around all that follows
-        return _checked(value, path) if type(value) is str else value
+    """Return JSON for `value`: plain if JSON supports it, else an object keyed by its type."""
+    if type(value) in _PLAIN:  # most values of a state: skip the match below
+        return _check_text(value, path) if type(value) is str else value
     if isinstance(value, _TENSORS):
         return {"tensor": keep(path, value)}
-    if depth > _DEEPEST:
-        raise UnsupportedTensorError(f"{path}: is nested more than {_DEEPEST} deep")
+    if depth > _MAX_DEPTH:
+        raise UnsupportedTensorError(f"{path}: nested more than {_MAX_DEPTH} levels deep")
 
     def inner(part: Any, key: object) -> Any:
         return _outline(part, f"{path}.{key}" if path else str(key), keep, depth + 1)
 
     match value:
         case str():
-            return _checked(value, path)
+            return _check_text(value, path)
         case float() if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
@@ -90,31 +89,31 @@ def _outline(
             return {"tuple": [inner(part, i) for i, part in enumerate(value)]}
         case OrderedDict() if type(value) is OrderedDict:
             pairs = [[inner(k, "key"), inner(v, k)] for k, v in value.items()]
-            extra = getattr(value, "_metadata", None)  # what nn.Module.state_dict() adds
+            extra = getattr(value, "_metadata", None)  # set by nn.Module.state_dict()
             return {"ordered": pairs, **({"metadata": inner(extra, "_metadata")} if extra else {})}
-        case Counter() if type(value) is Counter:  # the milestones of a scheduler
+        case Counter() if type(value) is Counter:  # milestones of a scheduler
             return {"counter": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
         case dict() if type(value) is dict:
             return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
     raise UnsupportedTensorError(
-        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored"
+        f"{path}: cannot store values of type {type(value).__module__}.{type(value).__qualname__}"
     )
 
 
-def _checked(text: str, path: str) -> str:
+def _check_text(text: str, path: str) -> str:
     if not is_valid_text(text):
-        raise UnsupportedTensorError(f"{path}: holds half a character: {text[:80]!r}")
+        raise UnsupportedTensorError(f"{path}: text is not valid Unicode: {text[:80]!r}")
     return text
 
 
-def _rebuilt(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
+def _rebuild(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
     if data is None or isinstance(data, bool | int | float | str):
         return data
-    if depth > _DEEPEST:
-        raise ValueError("nested too deep")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
 
     def inner(part: Any) -> Any:
-        return _rebuilt(part, tensors, depth + 1)
+        return _rebuild(part, tensors, depth + 1)
 
     match data:
         case {"tensor": str(name)}:
@@ -148,4 +147,4 @@ def _rebuilt(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
             if "metadata" in rest:
                 table._metadata = inner(rest["metadata"])
             return table
-    raise ValueError(f"unknown kind: {str(data)[:80]}")
+    raise ValueError(f"unknown type: {str(data)[:80]}")

@@ -1,4 +1,4 @@
-"""Write archives: collect what to store, choose plans, encode, and write."""
+"""Write archives: collect tensors, choose plans, encode, write."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,136 +35,25 @@ from slimtensors.storage import (
 from slimtensors.tensor import Json, Spec, ceil_div, check_storable, dtype_name, to_cpu
 
 
-@dataclass(frozen=True)
-class TensorSource:
-    """A tensor to be written, read or computed only when its turn comes."""
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How tensors are written. The keyword arguments of `save`, as one value."""
 
-    name: str
-    spec: Spec
-    read: Callable[[Each], Tensor | Encoded | PackedTensor | None]
-    """Returns it in main memory; none if it turns out that there is nothing to store.
+    preset: str | Plan | Chooser | None = None
+    """Preset name, plan, or function that chooses a plan. None: the default of the dialect."""
+    dialect: str = "slim"
+    max_shard_size: int | str | None = None
+    """Maximum bytes per file, such as `"5GB"`. None: one file."""
+    threads: int | None = None
+    """Number of threads. None: one per core."""
+    progress: Progress | None = None
+    """Called with the number of bytes just processed."""
+    storage_options: dict[str, Any] | None = None
+    """Passed to fsspec when the path is a URL."""
 
-    What is encoded already, or even ready to be written, is stored in that form.
-    """
-    runs_from_file: bool = False
-    """Whether its parts may be used where they lie in the file, as if in memory."""
-    always_blob: bool = False
-    """Whether other readers must never take it for the tensor of its name."""
-
-
-@dataclass(frozen=True)
-class ArchiveSource:
-    """Everything that goes into an archive."""
-
-    items: Sequence[TensorSource]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Names that stand for one of the items."""
-    tree: Json | None = None
-    """What is not a tensor, as `slimtensors.tree` outlines it."""
-    delta: Mapping[str, Any] | None = None
-    """How the tensors differ from those of a base; complete once all items have been read."""
-
-    def __post_init__(self) -> None:
-        for name in (*(item.name for item in self.items), *self.tied):
-            check_name(name)
-
-
-def as_source(tensors: Mapping[str, Any] | Archive) -> ArchiveSource:
-    """Check that all of it can be stored, and return it."""
-    return _archived(tensors) if isinstance(tensors, Archive) else given(*flatten(tensors))
-
-
-def _archived(archive: Archive) -> ArchiveSource:
-    def item(name: str) -> TensorSource:
-        return TensorSource(name, archive.spec(name), lambda each: archive.load_one(name, each))
-
-    archive.check_whole()
-    tied = archive.tied()
-    return ArchiveSource([item(name) for name in archive if name not in tied], tied, archive.tree)
-
-
-def given(tensors: Mapping[str, Tensor | Encoded], tree: Json | None) -> ArchiveSource:
-    """Return a state of these tensors; those that are the same memory are stored once."""
-
-    def item(name: str, x: Tensor) -> TensorSource:
-        return TensorSource(name, Spec.of(x), lambda each: to_cpu(x))
-
-    items: list[TensorSource] = []
-    tied: dict[str, str] = {}
-    homes: dict[object, str] = {}
-    for name, value in tensors.items():
-        if isinstance(value, Encoded):
-            items.append(_encoded(name, value))
-            continue
-        home = homes.setdefault(_memory(name, value), name)
-        if home != name:
-            tied[name] = home
-        elif isinstance(value, Tensor) and (kind := _kind_of(value)):
-            items.append(_own_form(name, value, kind))
-        else:
-            items.append(item(name, value))
-    return ArchiveSource(items, tied, tree)
-
-
-def _encoded(name: str, value: Encoded) -> TensorSource:
-    for path, leaf in value.leaves():
-        check_storable(f"{name}: {path}", leaf)
-    return TensorSource(name, value.spec, lambda each: value, runs_from_file=True)
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """A tensor subclass that is stored in a form of its own."""
-
-    parts: Callable[[Any], Iterable[tuple[str, Tensor]]]
-    """Returns its plain tensors by name."""
-    encode: Callable[[Any], Encoded | None]
-    """Returns the form to store, or None to store the dense values."""
-    dense: Callable[[Any], Tensor]
-
-
-_KINDS: dict[type[Tensor], TensorKind] = {}
-
-
-def register_tensor_kind(cls: type[Tensor], kind: TensorKind) -> None:
-    """Let archives store tensors of this class."""
-    _KINDS[cls] = kind
-
-
-def _kind_of(x: Tensor) -> TensorKind | None:
-    if type(x) is Tensor or type(x) is nn.Parameter:
-        return None
-    return next((kind for cls, kind in _KINDS.items() if isinstance(x, cls)), None)
-
-
-def _own_form(name: str, x: Tensor, kind: TensorKind) -> TensorSource:
-    encoded = kind.encode(x)
-    if encoded is None:
-        spec = Spec(x.dtype, tuple(x.shape))
-        return TensorSource(name, spec, lambda each: to_cpu(kind.dense(x)))
-    return _encoded(name, encoded)
-
-
-def _memory(name: str, value: Tensor) -> object:
-    """Check that a tensor can be stored, and return a key that tied tensors share."""
-    kind = _kind_of(value)
-    if kind is None:
-        return memory_view(check_storable(name, value))
-    leaves = [check_storable(f"{name}: {path}", leaf) for path, leaf in kind.parts(value)]
-    return value.dtype, *map(memory_view, leaves)
-
-
-def memory_view(x: Tensor) -> object:
-    """Return what two tensors have in common if and only if they are the same memory."""
-    if x.numel() == 0:
-        return object()
-    return (x.data_ptr(), x.device, x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
-
-
-_DESCRIBED = 256
-"""Bytes that say how a tensor differs from another one."""
-_ALIGN = 64
-"""What torch aligns memory to, and some kernels expect."""
+    def chooser(self) -> Chooser:
+        """Return the function that chooses a plan for each tensor."""
+        return presets.find(presets.default(self.dialect) if self.preset is None else self.preset)
 
 
 def save(
@@ -178,29 +67,39 @@ def save(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
-    """Write tensors to a file, or into a folder if `path` is one or `max_shard_size` is given.
+    """Save tensors to a file, or to a folder if `path` is one or `max_shard_size` is set.
 
-    What was there is replaced in one step once everything is written. `path` may be a URL that
-    fsspec knows: files are then written to a temporary folder of this machine, and sent when they
-    are complete; a folder that holds a model is not replaced there. Tensors come back bit for
-    bit, unless the preset says otherwise; a tensor that its plan would make larger stays plain.
-    Without a preset it is `lossless`, or `sparse` in the dialect `compressed-tensors`, which can
-    say no more.
+    Lossless unless the preset rounds. A tensor that would grow stays plain. An existing file is
+    replaced atomically, once everything is written.
 
-    A state may also hold numbers, text, dtypes, tuples and the like, which are stored as JSON; what
-    would need pickle raises. A tensor that is there in encoded form (`slimtensors.plan.Encoded`) is
-    stored in that form, whatever the preset.
+    Args:
+        tensors: a state dict. Values that are not tensors (numbers, strings, tuples, dtypes, nested
+            dicts) are stored as JSON; values that would need pickle raise. Tensors in encoded form
+            (`slimtensors.plan.Encoded`) are stored as they are. An open `Archive` works too.
+        path: local path or fsspec URL. Remote files are written locally, then uploaded.
+        preset: preset name, plan, or function `(name, tensor)` that returns a plan. Default:
+            `lossless`, or `sparse` for the dialect `compressed-tensors`.
+        dialect: `slim` or `compressed-tensors`.
+        max_shard_size: maximum bytes per file, such as `"5GB"`; writes shards and an index.
+        threads: number of threads; default: one per core.
+        progress: called with the number of bytes just processed.
+        storage_options: passed to fsspec.
+
+    Example:
+        >>> import slimtensors, torch
+        >>> summary = slimtensors.save({"weight": torch.zeros(256, 256)}, "model.safetensors")
+        >>> summary.dense_bytes
+        262144
     """
-    return write(
-        as_source(tensors),
-        path,
-        preset=presets.default(dialect) if preset is None else preset,
+    options = WriteOptions(
+        preset=preset,
         dialect=dialect,
         max_shard_size=max_shard_size,
         threads=threads,
         progress=progress,
         storage_options=storage_options,
     )
+    return write(as_source(tensors), path, options).summary()
 
 
 def estimate(
@@ -211,64 +110,174 @@ def estimate(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Tell what `save` would store, without writing anything."""
-    state, how = as_source(tensors), dialects.find(dialect)
-    choose = presets.find(presets.default(dialect) if preset is None else preset)
+    """Return the summary that `save` would return, without writing anything.
+
+    Example:
+        >>> import torch
+        >>> from slimtensors.archive import estimate
+        >>> round(estimate({"weight": torch.zeros(256, 256)}).ratio) > 100
+        True
+    """
+    source = as_source(tensors)
+    options = WriteOptions(preset=preset, dialect=dialect, threads=threads, progress=progress)
+    encoder = _Encoder(options.chooser(), dialects.find(dialect), progress)
     with Workers(threads) as workers:
-        done = _encode_all(state, choose, how, workers, progress, lambda pieces: None)
-    return Written(done, state.tied, {}).summary()
+        written = encoder.encode_all(source, workers, lambda pieces: None)
+    return WriteResult(written, source.tied, {}).summary()
 
 
-def write(
-    state: ArchiveSource,
-    path: StrPath,
-    *,
-    preset: str | Plan | Chooser,
-    dialect: str,
-    max_shard_size: int | str | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    storage_options: dict[str, Any] | None = None,
-) -> Summary:
-    """Do what `save` does with a state that may still have to be read or computed."""
-    return write_out(
-        state,
-        path,
-        preset=preset,
-        dialect=dialect,
-        max_shard_size=max_shard_size,
-        threads=threads,
-        progress=progress,
-        storage_options=storage_options,
-    ).summary()
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to write, read or computed only when needed."""
+
+    name: str
+    spec: Spec
+    read: Callable[[Each], Tensor | Encoded | PackedTensor | None]
+    """Returns the tensor in main memory, or None if nothing is to be stored.
+
+    An encoded or packed tensor is stored in that form.
+    """
+    runs_from_file: bool = False
+    """Whether readers may map its parts from the file, so that they need alignment."""
+    always_blob: bool = False
+    """Whether to store a blob even if plain is smaller (residuals must not look like weights)."""
 
 
-def write_out(
-    state: ArchiveSource,
-    path: StrPath,
-    *,
-    preset: str | Plan | Chooser,
-    dialect: str,
-    max_shard_size: int | str | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    storage_options: dict[str, Any] | None = None,
-) -> "Written":
-    """Do what `write` does, and return all that is known of what was written."""
-    choose, how = presets.find(preset), dialects.find(dialect)
-    where = locate(path, storage_options=storage_options)
-    with Workers(threads) as workers, _output(where, max_shard_size, state, how) as output:
-        done = _encode_all(state, choose, how, workers, progress, output.add)
-        order = [piece.name for result in done for piece in result.pieces]
-        files = output.commit(order, partial(_describe, how.name, state, done, order))
-    return Written(
-        done, state.tied, {key: str(path) for path, keys in files.items() for key in keys}
+@dataclass(frozen=True)
+class ArchiveSource:
+    """The content of an archive to write."""
+
+    items: Sequence[TensorSource]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Alias -> name of one of the items."""
+    tree: Json | None = None
+    """Outline of the values that are not tensors (see `slimtensors.archive.tree`)."""
+    delta: Mapping[str, Any] | None = None
+    """How tensors differ from a base; complete once all items have been read."""
+
+    def __post_init__(self) -> None:
+        for name in (*(item.name for item in self.items), *self.tied):
+            check_name(name)
+
+
+def as_source(tensors: Mapping[str, Any] | Archive) -> ArchiveSource:
+    """Return the source for a state dict or an open archive; raise if a value cannot be stored."""
+    if isinstance(tensors, Archive):
+        return _source_from_archive(tensors)
+    return source_from_tensors(*flatten(tensors))
+
+
+def _source_from_archive(archive: Archive) -> ArchiveSource:
+    def make_item(name: str) -> TensorSource:
+        return TensorSource(name, archive.spec(name), lambda each: archive.load_one(name, each))
+
+    archive.check_not_delta()
+    tied = archive.tied()
+    items = [make_item(name) for name in archive if name not in tied]
+    return ArchiveSource(items, tied, archive.tree)
+
+
+def source_from_tensors(
+    tensors: Mapping[str, Tensor | Encoded], tree: Json | None
+) -> ArchiveSource:
+    """Return the source for tensors in memory; tensors that share memory are stored once."""
+
+    def make_item(name: str, x: Tensor) -> TensorSource:
+        return TensorSource(name, Spec.of(x), lambda each: to_cpu(x))
+
+    items: list[TensorSource] = []
+    tied: dict[str, str] = {}
+    first_names: dict[object, str] = {}
+    for name, value in tensors.items():
+        if isinstance(value, Encoded):
+            items.append(_encoded_item(name, value))
+            continue
+        first = first_names.setdefault(_check_tensor(name, value), name)
+        if first != name:
+            tied[name] = first
+        elif isinstance(value, Tensor) and (kind := _find_kind(value)):
+            items.append(_subclass_item(name, value, kind))
+        else:
+            items.append(make_item(name, value))
+    return ArchiveSource(items, tied, tree)
+
+
+def memory_key(x: Tensor) -> object:
+    """Return a key that is equal for two tensors if and only if they are the same memory."""
+    if x.numel() == 0:
+        return object()
+    return (x.data_ptr(), x.device, x.dtype, x.shape, x.stride(), x.is_conj(), x.is_neg())
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """How a tensor subclass is stored."""
+
+    parts: Callable[[Any], Iterable[tuple[str, Tensor]]]
+    """Returns its plain tensors by name."""
+    encode: Callable[[Any], Encoded | None]
+    """Returns the encoded form, or None to store the dense values."""
+    dense: Callable[[Any], Tensor]
+
+
+_KINDS: dict[type[Tensor], TensorKind] = {}
+
+
+def register_tensor_kind(cls: type[Tensor], kind: TensorKind) -> None:
+    """Register how archives store tensors of this class."""
+    _KINDS[cls] = kind
+
+
+def _find_kind(x: Tensor) -> TensorKind | None:
+    if type(x) is Tensor or type(x) is nn.Parameter:
+        return None
+    return next((kind for cls, kind in _KINDS.items() if isinstance(x, cls)), None)
+
+
+def _subclass_item(name: str, x: Tensor, kind: TensorKind) -> TensorSource:
+    encoded = kind.encode(x)
+    if encoded is None:
+        spec = Spec(x.dtype, tuple(x.shape))
+        return TensorSource(name, spec, lambda each: to_cpu(kind.dense(x)))
+    return _encoded_item(name, encoded)
+
+
+def _encoded_item(name: str, value: Encoded) -> TensorSource:
+    for path, leaf in value.leaves():
+        check_storable(f"{name}: {path}", leaf)
+    return TensorSource(name, value.spec, lambda each: value, runs_from_file=True)
+
+
+def _check_tensor(name: str, value: Tensor) -> object:
+    """Raise if a tensor cannot be stored; return a key that tied tensors share."""
+    kind = _find_kind(value)
+    if kind is None:
+        return memory_key(check_storable(name, value))
+    leaves = [check_storable(f"{name}: {path}", leaf) for path, leaf in kind.parts(value)]
+    return value.dtype, *map(memory_key, leaves)
+
+
+def write(source: ArchiveSource, path: StrPath, options: WriteOptions) -> "WriteResult":
+    """Write `source` to a file, or to a folder if `path` is one or a shard size is set."""
+    dialect = dialects.find(options.dialect)
+    encoder = _Encoder(options.chooser(), dialect, options.progress)
+    location = locate(path, storage_options=options.storage_options)
+    limit = parse_size(options.max_shard_size)
+    with (
+        Workers(options.threads) as workers,
+        _open_output(location, limit, source, dialect) as output,
+    ):
+        written = encoder.encode_all(source, workers, output.add)
+        order = [piece.name for tensor in written for piece in tensor.pieces]
+        files = output.commit(order, partial(_make_metadata, dialect.name, source, written, order))
+    return WriteResult(
+        written, source.tied, {key: str(path) for path, keys in files.items() for key in keys}
     )
 
 
 @dataclass(frozen=True)
-class Done:
-    """A tensor ready to be written, and how."""
+class WrittenTensor:
+    """A tensor in the form in which it is written."""
 
     item: TensorSource
     packed: PackedTensor
@@ -276,115 +285,123 @@ class Done:
 
     @property
     def pieces(self) -> Sequence[TensorBytes]:
-        """What it is in the file."""
+        """Its entries in the file."""
         return self.packed.pieces
 
-    def emptied(self) -> "Done":
-        """Return this without the data."""
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(piece.spec.nbytes for piece in self.pieces)
+
+    def without_data(self) -> "WrittenTensor":
+        """Return a copy that does not keep the data alive."""
         pieces = [replace(piece, chunks=[]) for piece in self.pieces]
         return replace(self, packed=replace(self.packed, pieces=pieces))
 
 
 @dataclass(frozen=True)
-class Written:
-    """What an archive was made of."""
+class WriteResult:
+    """Everything `write` did."""
 
-    done: Sequence[Done]
+    tensors: Sequence[WrittenTensor]
     tied: Mapping[str, str]
-    homes: Mapping[str, str]
-    """The file of each piece."""
+    files: Mapping[str, str]
+    """Entry -> path of its file."""
 
     def summary(self) -> Summary:
-        """Return it in the words of `inspect`."""
-        tensors = {done.item.name: self._stored(done) for done in self.done if done.pieces}
+        """Return the summary that `inspect` would return."""
+        tensors = {t.item.name: self._summarize(t) for t in self.tensors if t.pieces}
         aliases = [
             replace(tensors[home], name=name).tied_to(home) for name, home in self.tied.items()
         ]
-        return Summary([*tensors.values(), *aliases], sorted(set(self.homes.values())))
+        return Summary([*tensors.values(), *aliases], sorted(set(self.files.values())))
 
-    def _stored(self, done: Done) -> TensorSummary:
-        spec, packed = done.item.spec, done.packed
+    def _summarize(self, tensor: WrittenTensor) -> TensorSummary:
+        spec, packed = tensor.item.spec, tensor.packed
         return TensorSummary(
-            done.item.name,
+            tensor.item.name,
             dtype_name(spec.dtype),
             spec.shape,
             str(packed.plan) if packed.plan else "plain",
             spec.nbytes,
-            _size(done.pieces),
-            self.homes.get(done.pieces[0].name, ""),
-            done.note,
+            tensor.stored_bytes,
+            self.files.get(tensor.pieces[0].name, ""),
+            tensor.note,
             packed.error,
             packed.parts,
         )
 
 
-def _encode_all(
-    state: ArchiveSource,
-    choose: Chooser,
-    how: Dialect,
-    workers: Workers,
-    progress: Progress | None,
-    put: Callable[[Sequence[TensorBytes]], None],
-) -> list[Done]:
-    """Encode every tensor, hand its pieces to `put`, and return what was done in given order."""
-    for item in state.items:
-        how.check(item.name, item.spec)
+@dataclass(frozen=True)
+class _Encoder:
+    choose: Chooser
+    dialect: Dialect
+    progress: Progress | None
 
-    def one(item: TensorSource) -> Done:
-        return _encode(item, choose, how, workers.each)
+    def encode_all(
+        self,
+        source: ArchiveSource,
+        workers: Workers,
+        put: Callable[[Sequence[TensorBytes]], None],
+    ) -> list[WrittenTensor]:
+        """Encode every tensor, pass its pieces to `put`, and return the results without data."""
+        for item in source.items:
+            self.dialect.check(item.name, item.spec)
 
-    # Largest items first, so that all tensors lie aligned although nothing pads them.
-    ordered = sorted(state.items, key=lambda item: -item.spec.dtype.itemsize)
-    done: dict[str, Done] = {}
-    seen: set[str] = set()
+        # Largest item size first: all tensors are aligned although nothing pads them.
+        ordered = sorted(source.items, key=lambda item: -item.spec.dtype.itemsize)
+        written: dict[str, WrittenTensor] = {}
+        names: set[str] = set()
 
-    def put_away(result: Done) -> Done:
-        for piece in result.pieces:
-            if piece.name in seen:
-                raise ConfigError(f"{piece.name}: is the name of a tensor and of a part of another")
-            seen.add(piece.name)
-        put(result.pieces)
-        return result.emptied()
+        def put_pieces(tensor: WrittenTensor) -> WrittenTensor:
+            for piece in tensor.pieces:
+                if piece.name in names:
+                    raise ConfigError(
+                        f"{piece.name}: name of a tensor and of a part of another tensor"
+                    )
+                names.add(piece.name)
+            put(tensor.pieces)
+            return tensor.without_data()
 
-    # By `map`, because a loop variable would keep the data of one tensor until the next is ready.
-    results = workers.in_order(one, ordered, lambda item: item.spec.nbytes)
-    for result in map(put_away, results):
-        done[result.item.name] = result
-        if progress:
-            progress(result.item.spec.nbytes)
-    return [done[item.name] for item in state.items]
+        results = workers.in_order(
+            lambda item: self._encode(item, workers.each), ordered, lambda item: item.spec.nbytes
+        )
+        # `map`, because a loop variable would keep the data of one tensor until the next is ready.
+        for tensor in map(put_pieces, results):
+            written[tensor.item.name] = tensor
+            if self.progress:
+                self.progress(tensor.item.spec.nbytes)
+        return [written[item.name] for item in source.items]
+
+    def _encode(self, item: TensorSource, each: Each) -> WrittenTensor:
+        x = item.read(each)
+        if x is None:
+            return WrittenTensor(item, PackedTensor([], None), "")
+        if isinstance(x, PackedTensor):
+            return WrittenTensor(item, x, "")
+        try:
+            if isinstance(x, Encoded):
+                return WrittenTensor(item, self.dialect.pack_encoded(item.name, x, each), "")
+            choice = _choose_plan(item.name, x, self.choose)
+            if item.always_blob and choice.plan is None:
+                choice = replace(choice, plan=Plan(Dense()))
+            packed = self.dialect.pack(item.name, x, choice.plan, each)
+        except (ConfigError, UnsupportedTensorError) as error:
+            raise type(error)(f"{item.name}: {error}") from error
+        coded = WrittenTensor(item, packed, choice.note)
+        size = coded.stored_bytes
+        if item.always_blob or choice.plan is None or size < item.spec.nbytes:
+            return coded
+        note = f"{choice.plan} would take {size} bytes, plain takes "
+        plain = WrittenTensor(item, self.dialect.pack(item.name, x, None, each), "")
+        if size < plain.stored_bytes:
+            return coded
+        return replace(plain, note=choice.note or f"{note}{plain.stored_bytes}")
 
 
-def _encode(item: TensorSource, choose: Chooser, how: Dialect, each: Each) -> Done:
-    x = item.read(each)
-    if x is None:
-        return Done(item, PackedTensor([], None), "")
-    if isinstance(x, PackedTensor):
-        return Done(item, x, "")
-    try:
-        if isinstance(x, Encoded):
-            return Done(item, how.encoded(item.name, x, each), "")
-        choice = _choice(item.name, x, choose)
-        if item.always_blob and choice.plan is None:
-            choice = replace(choice, plan=Plan(Dense()))
-        packed = how.packed(item.name, x, choice.plan, each)
-    except (ConfigError, UnsupportedTensorError) as error:
-        raise type(error)(f"{item.name}: {error}") from error
-    if item.always_blob:
-        return Done(item, packed, choice.note)
-    size = _size(packed.pieces)
-    if choice.plan is None or size < item.spec.nbytes:
-        return Done(item, packed, choice.note)
-    plain = how.packed(item.name, x, None, each)
-    if size < _size(plain.pieces):
-        return Done(item, packed, choice.note)
-    note = f"{choice.plan} would take {size} bytes, plain takes {_size(plain.pieces)}"
-    return Done(item, plain, choice.note or note)
-
-
-def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
-    if x.is_quantized:  # what can be chosen is how to store its integers
-        inner = _choice(name, x.int_repr(), choose)
+def _choose_plan(name: str, x: Tensor, choose: Chooser) -> Choice:
+    if x.is_quantized:  # only the storage of its integers can be chosen
+        inner = _choose_plan(name, x.int_repr(), choose)
         then = {"q": inner.plan} if inner.plan else {}
         return Choice(Plan(TorchQuantized(), then), inner.note)
     choice = choose(name, x) if x.numel() else None
@@ -392,65 +409,66 @@ def _choice(name: str, x: Tensor, choose: Chooser) -> Choice:
         return Choice(choice)
     if not isinstance(choice, Choice):
         kind = type(choice).__name__
-        raise ConfigError(f"the function that chooses plans returned a {kind}")
+        raise ConfigError(f"the preset function returned a {kind}; expected a Plan or None")
     return choice
 
 
-def _size(pieces: Sequence[TensorBytes]) -> int:
-    return sum(piece.spec.nbytes for piece in pieces)
+_DELTA_ENTRY_BYTES = 256
+"""Estimated header bytes that describe how one tensor differs from its base."""
+_ALIGN = 64
+"""Alignment of torch's memory, expected by some kernels."""
 
 
-def _output(
-    where: Location, max_shard_size: int | str | None, state: ArchiveSource, how: Dialect
+def _open_output(
+    location: Location, limit: int | None, source: ArchiveSource, dialect: Dialect
 ) -> Output:
-    # Room for the header: the names, shapes and offsets of all tensors, in as many parts as the
-    # dialect makes of one; the outline of the rest, as text in text; and as much for each tensor
-    # that is a difference as most need. Too low an estimate costs time, too high a few bytes.
-    digits = len(str(sum(item.spec.nbytes for item in state.items)))
+    # Reserve space for the header: names, shapes and offsets of all tensors, times the maximum
+    # number of parts; the outline, as JSON in JSON; the entries of a delta. Too low an estimate
+    # costs time, too high a few bytes.
+    digits = len(str(sum(item.spec.nbytes for item in source.items)))
     text = sum(
         2 * len(item.name.encode()) + 2 * digits + 64 + 8 * len(item.spec.shape)
-        for item in state.items
+        for item in source.items
     )
-    reserve = 256 + text * how.parts
-    if state.tree is not None:
-        reserve += len(json.dumps(json.dumps(state.tree)))
-    if state.delta is not None:
-        reserve += sum(len(item.name.encode()) + _DESCRIBED for item in state.items)
-    if any(item.runs_from_file for item in state.items):
+    reserve = 256 + text * dialect.max_parts
+    if source.tree is not None:
+        reserve += len(json.dumps(json.dumps(source.tree)))
+    if source.delta is not None:
+        reserve += sum(len(item.name.encode()) + _DELTA_ENTRY_BYTES for item in source.items)
+    if any(item.runs_from_file for item in source.items):
         reserve = ceil_div(reserve, _ALIGN) * _ALIGN
-    limit = parse_size(max_shard_size)
-    is_folder = limit is not None or where.is_folder()
-    if isinstance(where, RemoteLocation):
-        return RemoteOutput(where, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
-    assert isinstance(where, LocalLocation)
+    is_folder = limit is not None or location.is_folder()
+    if isinstance(location, RemoteLocation):
+        return RemoteOutput(location, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
+    assert isinstance(location, LocalLocation)
     if is_folder:
-        return FolderOutput(where.path, max_shard_size=limit, reserve=reserve)
-    return FileOutput(where.path, reserve=reserve)
+        return FolderOutput(location.path, max_shard_size=limit, reserve=reserve)
+    return FileOutput(location.path, reserve=reserve)
 
 
-def _describe(
+def _make_metadata(
     dialect: str,
-    state: ArchiveSource,
-    done: Sequence[Done],
+    source: ArchiveSource,
+    written: Sequence[WrittenTensor],
     order: Sequence[str],
     names: Sequence[str],
     checksums: Mapping[str, int | None],
     table: str,
 ) -> dict[str, str]:
-    """Return the metadata of the file that holds `names`; the first one also says the rest."""
-    here = set(names)
-    homes = {result.item.name for result in done if here & {p.name for p in result.pieces}}
+    """Return the metadata of the file that contains `names`; the first file gets tree and delta."""
+    entries = set(names)
+    tensors = {t.item.name for t in written if entries & {piece.name for piece in t.pieces}}
     is_first = names[:1] == order[:1]
     manifest = FileManifest(
         dialect,
         [checksums[name] for name in names],
-        tied={name: home for name, home in state.tied.items() if home in homes},
+        tied={name: home for name, home in source.tied.items() if home in tensors},
         plans={
-            r.item.name: str(r.packed.plan)
-            for r in done
-            if r.packed.is_one_tensor and len(r.pieces) > 1 and r.item.name in homes
+            t.item.name: str(t.packed.plan)
+            for t in written
+            if t.packed.is_one_tensor and len(t.pieces) > 1 and t.item.name in tensors
         },
-        tree=state.tree if is_first else None,
-        delta=state.delta if is_first else None,
+        tree=source.tree if is_first else None,
+        delta=source.delta if is_first else None,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.delta import estimate_bytes, tensor_digest
-from slimtensors.archive.write import ArchiveSource, TensorSource, given
+from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_tensors
 from slimtensors.checkpoint.entry import (
     GROUPED,
     ROOTS,
@@ -82,7 +82,7 @@ class StateEncoder:
 
     def build_source(self, tree: Json | None) -> ArchiveSource:
         """Return the archive to write; tensors are encoded when they are read."""
-        plain = given(self.tensors, tree)
+        plain = source_from_tensors(self.tensors, tree)
         entries: dict[str, Json] = {}
 
         def make_item(name: str) -> TensorSource:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.archive.tree import flatten
-from slimtensors.archive.write import memory_view
+from slimtensors.archive.write import memory_key
 from slimtensors.checkpoint.policy import Profile, find_profile
 from slimtensors.checkpoint.run import (
     Point,
@@ -371,7 +371,7 @@ class Snapshot:
         pairs: list[tuple[Tensor, Tensor]] = []
         for name, x in tensors.items():
             # Tied tensors stay tied; the full comparison is needed for equal addresses only.
-            key = memory_view(x) if addresses[x.data_ptr()] > 1 else name
+            key = memory_key(x) if addresses[x.data_ptr()] > 1 else name
             if key not in targets:
                 targets[key] = self._find_memory(name, x)
                 pairs.append((targets[key], x))

@@ -14,7 +14,7 @@ from torch import Tensor
 from slimtensors.archive.read import rebuild_state
 from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
-from slimtensors.archive.write import ArchiveSource, given, write
+from slimtensors.archive.write import ArchiveSource, WriteOptions, source_from_tensors, write
 from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
 from slimtensors.checkpoint.entry import WHOLE, TensorFile
 from slimtensors.checkpoint.policy import (
@@ -152,7 +152,7 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
     stored = StoredState(local_path(path))
     state = FlatState.of(stored.load_state(threads=threads))
     content = _Content(
-        given(state.tensors, state.tree),
+        source_from_tensors(state.tensors, state.tree),
         profile=stored.manifest.profile,
         errors=stored.manifest.errors,
     )
@@ -218,10 +218,10 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
     if options.quantize_i8:
         infos = describe_tensors(state.tensors, state.original)
         names = select_tensors(lossy or WEIGHT_MATRICES, infos)
-        source = given(state.tensors, state.tree)
+        source = source_from_tensors(state.tensors, state.tree)
         content = _Content(source, make_int8_chooser(names), "int8", rounded=names)
     elif options.base is None and profile.is_exact:
-        content = _Content(given(state.tensors, state.tree))
+        content = _Content(source_from_tensors(state.tensors, state.tree))
     else:
         base = _open_base(options.base, path) if options.base is not None else None
         content = _encode(state, profile, lossy, base)
@@ -275,9 +275,8 @@ def _write(
 ) -> Saved:
     with create_folder(path) as folder:
         file = folder / STATE
-        summary = write(
-            content.source, file, preset=content.preset, dialect="slim", threads=threads
-        )
+        options = WriteOptions(preset=content.preset, threads=threads)
+        summary = write(content.source, file, options).summary()
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
         manifest = CheckpointManifest(
             id=content_id(file),

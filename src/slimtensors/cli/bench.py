@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slimtensors.archive import Archive
-from slimtensors.archive.summary import count_noun, format_bytes, table
+from slimtensors.archive.summary import count_noun, format_bytes, format_table
 from slimtensors.cli import console
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded, decode, encode
@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
     if not limit or limit < 1 or options.repeats < 1:
         raise ConfigError("--limit and --repeats must be at least 1")
     with Archive(options.source) as archive:
-        archive.check_whole()
+        archive.check_not_delta()
         tensors = list(_sample(archive, limit))
         whole = console.dense_bytes(archive)
     used = sum(x.nbytes for x in tensors)
@@ -244,7 +244,7 @@ def run(options: argparse.Namespace) -> int:
             }
         )
     else:
-        print(table(_HEAD, [_row(r, used, items) for r in results.values()], left=1))
+        print(format_table(_HEAD, [_row(r, used, items) for r in results.values()], left=1))
         of = "" if used == whole else f" of {format_bytes(whole)}, chosen at random"
         sample = f"{format_bytes(used)}{of} in {count_noun(len(tensors), 'tensor')}"
         threads = count_noun(options.threads, "thread")

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 
 from slimtensors import codecs
-from slimtensors.archive.summary import table
+from slimtensors.archive.summary import format_table
 from slimtensors.cli import console
 
 EXAMPLES = ("slimtensors codecs --json",)
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
         )
         return 0
     rows = [(c.name, ", ".join(_options(c)) or "-", _about(c)) for c in found]
-    print(table(("codec", "options", "about"), rows, left=3))
+    print(format_table(("codec", "options", "about"), rows, left=3))
     return 0
 
 

@@ -12,13 +12,13 @@ from slimtensors.errors import ConfigError
 from slimtensors.folder.compress import (
     check_globs,
     compress_folder,
-    is_model,
+    is_model_folder,
     match_globs,
     restrict_to,
 )
-from slimtensors.folder.convert import Rewrite
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.quantize import quantize_folder
+from slimtensors.folder.weights import FolderOptions
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.oneshot import needs_data
@@ -60,7 +60,7 @@ def check_quantize(options: argparse.Namespace) -> None:
         raise ConfigError("--quantize takes --ignore, not --dry-run, --only or --skip")
     if options.preset is not None:
         raise ConfigError("--quantize cannot be combined with --preset")
-    if not is_model(options.source):
+    if not is_model_folder(options.source):
         raise ConfigError(f"{options.source}: --quantize requires a model folder")
     if (options.method == "gptq" or options.work) and options.calibration is None:
         raise ConfigError("--method gptq and --work require --calibration FILE")
@@ -75,9 +75,15 @@ def run_quantize(
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
     dialects.find(dialect)  # raise for an unknown one before the model runs
-    how = Rewrite(options.max_shard_size, options.force, options.threads, bar, ranks=group)
+    how = FolderOptions(
+        max_shard_size=options.max_shard_size,
+        replace=options.force,
+        threads=options.threads,
+        progress=bar,
+        ranks=group,
+    )
     if options.calibration is None:
-        return quantize_folder(options.source, options.output, config, dialect=dialect, how=how)
+        return quantize_folder(archive, options.output, config, dialect=dialect, how=how)
     return calibrate_folder(
         options.source,
         options.output,
@@ -127,7 +133,7 @@ def check_recipe_options(options: argparse.Namespace) -> None:
         raise ConfigError("--recipe cannot be combined with --dry-run, --only or --skip")
     if options.output is None:
         raise ConfigError("compress requires -o")
-    if not is_model(options.source):
+    if not is_model_folder(options.source):
         raise ConfigError(f"{options.source}: --recipe requires a model folder")
 
 
@@ -201,7 +207,9 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> tuple[int, Summary
     check_quantize(options)
     if not options.dry_run and options.output is None:
         raise ConfigError("compress requires -o or --dry-run")
-    if group.count > 1 and (options.dry_run or options.calibration or not is_model(options.source)):
+    if group.count > 1 and (
+        options.dry_run or options.calibration or not is_model_folder(options.source)
+    ):
         raise ConfigError("torchrun supports model folders only, not --calibration or --dry-run")
     if not options.dry_run and group.rank == 0:  # rank 0 creates what the others would find
         console.refuse_existing(options.output, force=options.force)
@@ -231,17 +239,11 @@ def _compress(
 ) -> Summary:
     dialect = options.dialect or "slim"
     keep = match_globs(options.only, options.skip)
-    preset = options.preset or presets.default(dialect)
-    choose = restrict_to(presets.find(preset), keep)
-    if options.dry_run:
-        return estimate(
-            archive, preset=choose, dialect=dialect, threads=options.threads, progress=bar
-        )
-    if is_model(options.source):
+    if is_model_folder(options.source) and not options.dry_run:
         return compress_folder(
-            options.source,
+            archive,
             options.output,
-            preset=preset,
+            preset=options.preset,
             dialect=dialect,
             keep=keep,
             max_shard_size=options.max_shard_size,
@@ -249,6 +251,11 @@ def _compress(
             threads=options.threads,
             progress=bar,
             ranks=group,
+        )
+    choose = restrict_to(presets.find(options.preset or presets.default(dialect)), keep)
+    if options.dry_run:
+        return estimate(
+            archive, preset=choose, dialect=dialect, threads=options.threads, progress=bar
         )
     return save(
         archive,

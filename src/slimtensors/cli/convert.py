@@ -5,7 +5,8 @@ from typing import get_args
 
 from slimtensors.archive import Archive
 from slimtensors.cli import console
-from slimtensors.folder.convert import Kind, Rewrite, convert_folder
+from slimtensors.folder.convert import Kind, convert_folder
+from slimtensors.folder.weights import FolderOptions
 
 EXAMPLES = (
     "slimtensors convert my-model-w4a16 --to dense -o my-model-dense",
@@ -26,11 +27,17 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the sizes before and after."""
     console.refuse_existing(options.output, force=options.force)
-    with Archive(options.source) as archive:
-        total = console.dense_bytes(archive)
-    with console.progress(total, "convert") as bar:
-        how = Rewrite(options.max_shard_size, options.force, options.threads, bar)
-        summary = convert_folder(options.source, options.output, to=options.to, how=how)
+    with (
+        Archive(options.source) as archive,
+        console.progress(console.dense_bytes(archive), "convert") as bar,
+    ):
+        how = FolderOptions(
+            max_shard_size=options.max_shard_size,
+            replace=options.force,
+            threads=options.threads,
+            progress=bar,
+        )
+        summary = convert_folder(archive, options.output, to=options.to, how=how)
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:

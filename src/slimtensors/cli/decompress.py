@@ -5,7 +5,7 @@ import argparse
 from slimtensors.archive import Archive, Progress, save
 from slimtensors.archive.summary import Summary, count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.folder.compress import check_globs, decompress_folder, is_model, match_globs
+from slimtensors.folder.compress import check_globs, decompress_folder, is_model_folder, match_globs
 
 EXAMPLES = (
     "slimtensors decompress my-model-slim -o my-model",
@@ -27,12 +27,11 @@ def run(options: argparse.Namespace) -> int:
     console.refuse_existing(options.output, force=options.force)
     keep = match_globs(options.only, options.skip)
     with Archive(options.source) as archive:
-        archive.check_whole()
+        archive.check_not_delta()
         check_globs(archive, options.only + options.skip)
-        kept = archive.select(name for name in archive if keep(name))
-        total = console.dense_bytes(kept)
+        total = console.dense_bytes(archive.select(name for name in archive if keep(name)))
         with console.progress(total, "decompress") as bar:
-            summary = _decompress(options, kept, bar)
+            summary = _decompress(options, archive, bar)
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:
@@ -41,13 +40,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _decompress(options: argparse.Namespace, archive: Archive, bar: Progress) -> Summary:
-    if is_model(options.source):
+    keep = match_globs(options.only, options.skip)
+    if is_model_folder(options.source):
         return decompress_folder(
-            options.source,
+            archive,
             options.output,
-            keep=match_globs(options.only, options.skip),
+            keep=keep,
             replace=options.force,
             threads=options.threads,
             progress=bar,
         )
-    return save(archive, options.output, preset="dense", threads=options.threads, progress=bar)
+    selected = archive.select(name for name in archive if keep(name))
+    return save(selected, options.output, preset="dense", threads=options.threads, progress=bar)

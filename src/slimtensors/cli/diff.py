@@ -7,7 +7,7 @@ from slimtensors.archive import Archive
 from slimtensors.archive.delta import diff
 from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.folder.compress import is_model
+from slimtensors.folder.compress import is_model_folder
 from slimtensors.folder.delta import diff_folder
 
 EXAMPLES = (
@@ -30,13 +30,13 @@ def run(options: argparse.Namespace) -> int:
     console.refuse_existing(options.output, force=options.force)
     with Archive(options.source) as archive:
         total = console.dense_bytes(archive)
-    write = diff
-    if is_model(options.source):
-        write = partial(diff_folder, replace=options.force)
-    with console.progress(total, "diff") as bar:
-        summary = write(
-            options.source, options.base, options.output, threads=options.threads, progress=bar
-        )
+        write = diff
+        if is_model_folder(options.source):
+            write = partial(diff_folder, replace=options.force)
+        with console.progress(total, "diff") as bar:
+            summary = write(
+                archive, options.base, options.output, threads=options.threads, progress=bar
+            )
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:

@@ -9,7 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from slimtensors.archive import Archive
-from slimtensors.archive.summary import Summary, TensorSummary, format_bytes, markdown, table
+from slimtensors.archive.summary import (
+    Summary,
+    TensorSummary,
+    format_bytes,
+    format_markdown,
+    format_table,
+)
 from slimtensors.checkpoint import Point, is_run, points, state_file
 from slimtensors.cli import console
 from slimtensors.errors import ConfigError
@@ -39,9 +45,9 @@ def model_card(summary: Summary, listing: str, config: Json) -> str:
         kinds[tensor.codec.partition("(")[0]].append(tensor)
     rows = [_card_row(kind, tensors) for kind, tensors in sorted(kinds.items()) if kind != "tied"]
     every = _card_row("total", [t for t in summary.tensors if t.codec != "tied"])
-    table = markdown(_CARD_HEAD, [*rows, every], left=1)
+    format_table = format_markdown(_CARD_HEAD, [*rows, every], left=1)
     folded = f"<details><summary>Every tensor</summary>\n\n{listing}\n\n</details>"
-    return f"{_front_matter(config)}\n\n{table}\n\n{folded}"
+    return f"{_front_matter(config)}\n\n{format_table}\n\n{folded}"
 
 
 def _front_matter(config: Json) -> str:
@@ -106,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json(summary.to_json())
         return 0
-    layout = markdown if options.markdown else table
+    layout = format_markdown if options.markdown else format_table
     rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
     columns = len(_HEAD) if options.bound else len(_HEAD) - 1
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
@@ -198,7 +204,7 @@ def _run_folder(options: argparse.Namespace) -> int:
     if options.json:
         console.print_json({"checkpoints": [_point_json(point) for point in found]})
         return 0
-    layout = markdown if options.markdown else table
+    layout = format_markdown if options.markdown else format_table
     print(layout(_RUN_HEAD, [_point_row(point) for point in found], left=4))
     return 0
 

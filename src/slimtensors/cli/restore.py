@@ -3,10 +3,11 @@
 import argparse
 from functools import partial
 
-from slimtensors.archive.delta import as_archive, restore, restored_source
+from slimtensors.archive import Archive
+from slimtensors.archive.delta import make_restored_source, restore
 from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
-from slimtensors.folder.compress import is_model
+from slimtensors.folder.compress import is_model_folder
 from slimtensors.folder.delta import restore_folder
 from slimtensors.storage import parse_size
 
@@ -27,15 +28,15 @@ def run(options: argparse.Namespace) -> int:
     """Write the model and print its size."""
     console.refuse_existing(options.output, force=options.force)
     parse_size(options.max_shard_size)
-    model = restored_source(as_archive(options.source), as_archive(options.base))
-    total = sum(item.spec.nbytes for item in model.items)
+    delta, base = Archive(options.source), Archive(options.base)
+    total = sum(item.spec.nbytes for item in make_restored_source(delta, base).items)
     write = restore
-    if is_model(options.source):
+    if is_model_folder(options.source):
         write = partial(restore_folder, replace=options.force)
     with console.progress(total, "restore") as bar:
         summary = write(
-            options.source,
-            options.base,
+            delta,
+            base,
             options.output,
             max_shard_size=options.max_shard_size,
             threads=options.threads,

@@ -4,8 +4,10 @@ from slimtensors.folder.compress import compress_folder, decompress_folder
 from slimtensors.folder.convert import Kind, Rewrite, convert_folder
 from slimtensors.folder.delta import diff_folder, restore_folder
 from slimtensors.folder.quantize import quantize_folder
+from slimtensors.folder.weights import FolderOptions
 
 __all__ = [
+    "FolderOptions",
     "Kind",
     "Rewrite",
     "compress_folder",

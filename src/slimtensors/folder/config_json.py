@@ -1,53 +1,63 @@
-"""`config.json` and the other files beside the weights of a model folder."""
+"""`config.json` of a model folder: read it, edit it, and interpret the sections about weights.
+
+The sections are `quantization_config`, `compression_config` (its name in old compressed-tensors)
+and `sparsity_config`.
+"""
 
 import json
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Self
 
+import torch
+
+from slimtensors.archive.dialects import VERSION
+from slimtensors.archive.summary import Summary
+from slimtensors.codecs.statistics import Sparsity, merge
 from slimtensors.errors import ConfigError, nearest
+from slimtensors.quantization import QuantizationConfig
 from slimtensors.storage import Location, StrPath, locate, weight_files, write_json
-from slimtensors.tensor import Json
+from slimtensors.tensor import Json, find_dtype
 
 CONFIG = "config.json"
+METHOD = "slimtensors"
+"""`quant_method` of folders that only slimtensors reads."""
+COMPRESSED_TENSORS = "compressed-tensors"
+"""`quant_method` of folders that compressed-tensors reads."""
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_SPARSITY_KEY = "sparsity_config"
+_SECTIONS = (*_QUANTIZATION_KEYS, _SPARSITY_KEY)
+_SPARSE_ONLY = {"quant_method", "version", _SPARSITY_KEY, "transform_config", "before"}
+"""Keys of a section of compressed-tensors for weights that are sparse but not quantized."""
+
+Edit = Callable[[Json], Json]
+"""Returns the new content of `config.json`."""
 
 
-def resolve_folder(where: Location) -> Location:
-    """Return the folder itself, or that of a file."""
-    return where if where.is_folder() else where.parent()
+def read_config(source: StrPath | Location) -> Json:
+    """Return the content of `config.json` in a folder or beside a file; empty if not found."""
+    folder = resolve_folder(locate(source) if isinstance(source, str | os.PathLike) else source)
+    return _parse(folder.child(CONFIG).read()) if CONFIG in folder.files() else {}
 
 
-def other_files(where: Location) -> dict[str, Location]:
-    """Return everything but the weights, their index, and what is hidden, by relative paths."""
-    weights, folder = set(weight_files(where)), resolve_folder(where)
-    return {
-        name: folder.child(name)
-        for name in folder.walk()
-        if name not in weights and not any(part.startswith(".") for part in PurePath(name).parts)
-    }
-
-
-def read_config(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Json:
-    """Return what `config.json` beside the weights says; nothing if there is none."""
-    folder = resolve_folder(locate(source, storage_options=storage_options))
-    return _parsed(folder.child(CONFIG).read()) if CONFIG in folder.files() else {}
-
-
-def update_config(folder: Path, edit: Callable[[Json], Json]) -> None:
-    """Rewrite `config.json`, if there is one and `edit` changes it."""
+def update_config(folder: Path, edit: Edit) -> None:
+    """Rewrite `config.json`, if it exists and `edit` changes it."""
     path = folder / CONFIG
     if not path.exists():
         return
-    config = _parsed(path.read_bytes())
+    config = _parse(path.read_bytes())
     edited = edit(config)
     if edited != config:
         write_json(path, edited)
 
 
-def updated_config(text: bytes, edit: Callable[[Json], Json]) -> bytes:
-    """Return the text of a `config.json`, as it was if `edit` changes nothing."""
-    config = _parsed(text)
+def edit_config_text(text: bytes, edit: Edit) -> bytes:
+    """Return the edited text of a `config.json`; the same bytes if `edit` changes nothing."""
+    config = _parse(text)
     edited = edit(config)
     return text if edited == config else to_json_text(edited)
 
@@ -57,42 +67,195 @@ def to_json_text(data: Json) -> bytes:
     return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _parsed(text: bytes) -> Json:
+def resolve_folder(location: Location) -> Location:
+    """Return a folder itself, or the folder of a file."""
+    return location if location.is_folder() else location.parent()
+
+
+def find_other_files(location: Location) -> dict[str, Location]:
+    """Return all files except weights, their index and hidden files, by relative path."""
+    weights, folder = set(weight_files(location)), resolve_folder(location)
+    return {
+        name: folder.child(name)
+        for name in folder.walk()
+        if name not in weights and not any(part.startswith(".") for part in PurePath(name).parts)
+    }
+
+
+def read_quantization_sections(config: Json) -> dict[str, Json]:
+    """Return the sections `quantization_config` and `compression_config`, if present, by key."""
+    sections = {key: config.get(key) for key in _QUANTIZATION_KEYS}
+    return {key: section for key, section in sections.items() if isinstance(section, dict)}
+
+
+def read_quantization_section(config: Json) -> Json:
+    """Return the section that describes how weights are stored; empty if there is none."""
+    return next(filter(None, read_quantization_sections(config).values()), {})
+
+
+def read_sparsity_section(config: Json) -> Json:
+    """Return the section `sparsity_config`; empty if there is none."""
+    section = config.get(_SPARSITY_KEY)
+    return section if isinstance(section, dict) else {}
+
+
+def remove_sections(config: Json) -> Json:
+    """Return `config` without any section that describes weights."""
+    return {key: value for key, value in config.items() if key not in _SECTIONS}
+
+
+def replace_sections(config: Json, section: Json) -> Json:
+    """Return `config` with all sections replaced by one `quantization_config`."""
+    return set_section(remove_sections(config), section)
+
+
+def set_section(config: Json, section: Json) -> Json:
+    """Return `config` with `section` as `quantization_config`."""
+    return {**config, _QUANTIZATION_KEYS[0]: section}
+
+
+def copy_sections(config: Json, source: Json) -> Json:
+    """Return `config` with the sections of `source`, and with its order of keys."""
+    merged = config | {key: source[key] for key in _SECTIONS if key in source}
+    return {key: merged[key] for key in (*source, *merged) if key in merged}
+
+
+def add_section(config: Json, section: Json) -> Json:
+    """Return `config` with `section` as `quantization_config`, which keeps the previous ones."""
+    before = {key: config[key] for key in _SECTIONS if key in config}
+    if before:
+        section = {**section, "before": before}  # for `remove_compression`
+    return set_section(config, section)
+
+
+def add_sparsity_section(config: Json, sparsity: "SparsityConfig") -> Json:
+    """Return `config` with this `sparsity_config`."""
+    return {**config, _SPARSITY_KEY: sparsity.to_dict()}
+
+
+def describe_compression(
+    config: Json, summary: Summary, sparsity: Mapping[str, Sparsity], *, preset: str, dialect: str
+) -> Json:
+    """Return `config` with the sections that describe compressed weights."""
+    codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
+    if not codecs:
+        return config
+    overall = merge(sparsity.values())
+    kinds = {codec.partition("(")[0] for codec in codecs}
+    share = round(overall.share, 4)
+    sparsity_config = (
+        Sparse24BitmaskConfig(global_sparsity=share)
+        if kinds == {"bitmask24"}
+        else BitmaskConfig(sparsity_structure=overall.structure, global_sparsity=share)
+    )
+    if dialect == COMPRESSED_TENSORS:
+        section: Json = {"quant_method": dialect, _SPARSITY_KEY: sparsity_config.to_dict()}
+    else:
+        section = {
+            "quant_method": METHOD,
+            "version": VERSION,
+            "preset": preset,
+            "dtype": _main_dtype(summary),
+            "codecs": dict(sorted(codecs.items())),
+            "bits_per_weight": round(8 * summary.stored_bytes / overall.items, 3),
+        }
+    config = add_section(config, section)
+    is_sparse = bool(kinds & {"bitmask", "bitmask24"})
+    return add_sparsity_section(config, sparsity_config) if is_sparse else config
+
+
+def remove_compression(config: Json) -> Json:
+    """Return `config` as it was before compression; sections of other quantizers stay."""
+    kept = remove_sections(config)
+    for key, section in read_quantization_sections(config).items():
+        method = section.get("quant_method", COMPRESSED_TENSORS)
+        is_sparse = method == COMPRESSED_TENSORS and section.keys() <= _SPARSE_ONLY
+        if method == METHOD or is_sparse:
+            before = section.get("before", {})
+            if not isinstance(before, dict):
+                raise ConfigError(f"{CONFIG}: {key}: 'before' must be a JSON object")
+            kept |= before
+        else:
+            kept[key] = section  # the weights are still quantized
+    return kept
+
+
+def is_sparse_only(config: Json) -> bool:
+    """Return True if compressed-tensors stored the weights sparse, without quantizing them."""
+    if section := read_quantization_section(config):
+        return _SPARSITY_KEY in section and section.keys() <= _SPARSE_ONLY
+    return "bitmask" in str(read_sparsity_section(config).get("format"))
+
+
+def parse_quantization(config: Json) -> QuantizationConfig | None:
+    """Return how compressed-tensors quantized the weights, or None if they are not quantized."""
+    before = remove_compression(config)  # our own section keeps the previous one
+    section = read_quantization_section(before)
+    if not section:
+        return None
+    if (method := section.get("quant_method", COMPRESSED_TENSORS)) != COMPRESSED_TENSORS:
+        raise ConfigError(f"quantized by {method}, which slimtensors does not read")
+    quantization = QuantizationConfig.from_dict(before)
+    return quantization if quantization.config_groups else None
+
+
+def read_dtype(config: Json) -> torch.dtype | None:
+    """Return the dtype of the weights, or None if the config does not contain it."""
+    value = config.get("dtype") or config.get("torch_dtype")
+    if value is None:
+        return None
+    name = str(value).removeprefix("torch.")
+    try:
+        return find_dtype(name)
+    except KeyError:
+        raise ConfigError(f"{CONFIG}: unknown dtype {name!r}") from None
+
+
+def _main_dtype(summary: Summary) -> str:
+    """Return the dtype of most weights; loaders would otherwise use that of the first one."""
+    sizes: Counter[str] = Counter()
+    for tensor in summary.tensors:
+        sizes[tensor.dtype] += tensor.dense_bytes
+    floats = {dtype: size for dtype, size in sizes.items() if "float" in dtype}
+    return max(floats or sizes, key=lambda dtype: sizes[dtype])
+
+
+def _parse(text: bytes) -> Json:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{CONFIG}: is not JSON: {error}") from error
+        raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{CONFIG}: is not a table")
+        raise ConfigError(f"{CONFIG}: expected a JSON object, got {type(config).__name__}")
     return config
 
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """How the zeros of a model are stored, and how many there are."""
+    """The section `sparsity_config`: how zeros are stored, and how many there are."""
 
     default_format: ClassVar[str] = "dense_sparsity"
 
     format: str = ""
     sparsity_structure: str = "unstructured"
-    """`unstructured`, or how many of how many are kept: `2:4`, `8:16`."""
+    """`unstructured`, or an N:M pattern such as `2:4` or `8:16`."""
     global_sparsity: float = 0.0
-    """The fraction of all weights that is zero. Says; does not decide."""
+    """Fraction of zeros among all weights. Informative only."""
 
     def __post_init__(self) -> None:
         if not self.format:
             object.__setattr__(self, "format", self.default_format)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section as it stands in `config.json`."""
+        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the section; `global_sparsity` may be text, as older files have it."""
+        """Parse the JSON form; `global_sparsity` may be text, as in older files."""
         known = {field.name for field in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"sparsity_config has no {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"sparsity_config: unknown key {key!r}; {nearest(key, known)}")
         values = dict(data)
         if "global_sparsity" in values:
             values["global_sparsity"] = float(values["global_sparsity"])
@@ -108,14 +271,14 @@ class BitmaskConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class Sparse24BitmaskConfig(SparsityConfig):
-    """Half of the values and one bit per position, where two of every four are zero."""
+    """Half of the values and one bit per position, for 2:4 sparsity."""
 
     default_format: ClassVar[str] = "sparse-24-bitmask"
     sparsity_structure: str = "2:4"
 
 
-def parse_section(section: Mapping[str, Any]) -> SparsityConfig:
-    """Read any section `sparsity_config`, leaving out what only other libraries put there."""
+def parse_sparsity(section: Mapping[str, Any]) -> SparsityConfig:
+    """Parse a `sparsity_config`, ignoring keys that only other libraries use."""
     kinds = (SparsityConfig, BitmaskConfig, Sparse24BitmaskConfig)
     named = {kind.default_format.replace("_", "-"): kind for kind in kinds}
     kind = named.get(str(section.get("format")).replace("_", "-"), SparsityConfig)

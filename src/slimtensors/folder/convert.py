@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,23 +12,28 @@ from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.dialects import VERSION
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Huffman, presets
 from slimtensors.codecs.plan import Encoded, Plan, decode, decode_parts
-from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import ConfigError, CorruptFileError, SlimError
-from slimtensors.folder.compress import (
-    compress_folder,
-    decompress_folder,
-    with_section,
-    without_any_section,
-    without_section,
+from slimtensors.folder.compress import compress_with, decompress_with
+from slimtensors.folder.config_json import (
+    COMPRESSED_TENSORS,
+    CONFIG,
+    METHOD,
+    add_section,
+    parse_quantization,
+    read_config,
+    read_dtype,
+    remove_compression,
+    remove_sections,
+    set_section,
 )
-from slimtensors.folder.config_json import read_config
-from slimtensors.folder.job import job_of, make_folder
-from slimtensors.folder.processes import ProcessGroup, SingleProcess
-from slimtensors.folder.weights import WeightOptions, Weights
+from slimtensors.folder.job import build_folder
+from slimtensors.folder.processes import ProcessGroup
+from slimtensors.folder.weights import FolderOptions, Weights
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import (
     QuantizationConfig,
@@ -44,98 +49,93 @@ from slimtensors.quantization.state_dict import (
     is_quantization_part,
     join_name,
 )
-from slimtensors.storage import Location, StrPath, locate
-from slimtensors.tensor import Json, Spec, dtype_name, find_dtype
+from slimtensors.storage import StrPath
+from slimtensors.tensor import Json, Spec, dtype_name
 
-COMPRESSED_TENSORS, SLIM = "compressed-tensors", "slim"
+_LOG = logging.getLogger(__name__)
 
+SLIM = "slim"
 
-@dataclass(frozen=True)
-class Rewrite:
-    """How a folder is written anew."""
-
-    max_shard_size: int | str | None = None
-    """By default, files are as they were."""
-    replace: bool = False
-    threads: int | None = None
-    progress: Progress | None = None
-    storage_options: dict[str, Any] | None = None
-    ranks: ProcessGroup | None = None
-    """The processes that share the work; by default there is one."""
-
-    def run(
-        self,
-        archive: Archive,
-        where: Location,
-        target: StrPath,
-        edit: Callable[[Json, Summary], Json],
-        *,
-        choose: Chooser,
-        dialect: str,
-        state: Callable[[Archive], ArchiveSource] = as_source,
-        stands_for: Json | None = None,
-    ) -> Summary:
-        """Write what `state` makes of each file of a folder, and its config as `edit` says.
-
-        If `stands_for` tells what all of that does, a run that was stopped can go on.
-        """
-        options = {
-            "quantize": stands_for,
-            "dialect": dialect,
-            "max_shard_size": self.max_shard_size,
-        }
-        how = WeightOptions(
-            choose,
-            dialect,
-            self.max_shard_size,
-            self.threads,
-            self.progress,
-            state=state,
-            ranks=self.ranks or SingleProcess(),
-        )
-        return make_folder(
-            Weights(archive, where, how),
-            target,
-            edit,
-            job=job_of(archive, where, options) if stands_for is not None else None,
-            replace=self.replace,
-            storage_options=self.storage_options,
-        )
+Kind = Literal["dense", "slim", "compressed-tensors"]
+"""How a folder can store its weights."""
 
 
-def quantization_of(data: Json) -> QuantizationConfig | None:
-    """Return how the tensors of a folder are quantized in the way of compressed-tensors, if so."""
-    before = without_section(data)  # of what we coded, the section from before
-    section = before.get("quantization_config") or before.get("compression_config")
-    if not isinstance(section, dict):
-        return None
-    if section.get("quant_method", COMPRESSED_TENSORS) != COMPRESSED_TENSORS:
-        raise ConfigError(f"is quantized by {section['quant_method']}, another library")
-    config = QuantizationConfig.from_dict(before)
-    return config if config.config_groups else None
+def Rewrite(  # noqa: N802  a class in version 0.1
+    max_shard_size: int | str | None = None,
+    replace: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: dict[str, Any] | None = None,
+    ranks: ProcessGroup | None = None,
+) -> FolderOptions:
+    """Return `FolderOptions`, with the arguments in the order of version 0.1."""
+    return FolderOptions(
+        max_shard_size=max_shard_size,
+        replace=replace,
+        threads=threads,
+        progress=progress,
+        storage_options=storage_options,
+        ranks=ranks,
+    )
 
 
-def check_config(data: Json, source: StrPath) -> None:
-    """Raise if there is no `config.json`, which alone tells what codes of that dialect mean."""
-    if not data:
-        raise ConfigError(f"{source}: has no config.json, which {COMPRESSED_TENSORS} needs")
+def convert_folder(
+    source: StrPath | Archive, target: StrPath, *, to: Kind, how: FolderOptions | None = None
+) -> Summary:
+    """Write a model folder in another dialect, or with dense weights.
+
+    Quantized weights keep their codes. With `to="dense"` they are dequantized to the dtype of the
+    model.
+
+    Args:
+        source: model folder, its index file, a URL, or an open archive of one of them.
+        target: folder or URL to write.
+        to: `dense`, `slim` or `compressed-tensors`.
+        how: shard size, threads and other options, as for `compress_folder`.
+    """
+    options = how or FolderOptions()
+    archive = open_archive(source, options.storage_options)
+    config = read_config(archive.location)
+    try:
+        quantization = parse_quantization(config)
+        dtype = read_dtype(config) or main_dtype(archive)
+    except ConfigError as error:
+        raise ConfigError(f"{archive.path}: {error}") from error
+    if quantization is not None:
+        if to == COMPRESSED_TENSORS:
+            raise ConfigError(f"{archive.path} already uses the dialect {COMPRESSED_TENSORS}")
+        return _QuantizedFolder(archive, quantization, to, dtype).write(target, options)
+    codecs = _find_quantized(archive)
+    if codecs and to == COMPRESSED_TENSORS:
+        check_config(config, archive.path)
+        return _write_compressed_tensors(archive, codecs, target, options)
+    if to == "dense":
+        return decompress_with(archive, target, options.with_preset(presets.dense))
+    preset = "lossless" if to == SLIM else "sparse"
+    return compress_with(archive, target, options.with_preset(preset, to))
+
+
+def check_config(config: Json, source: StrPath) -> None:
+    """Raise if there is no `config.json`, which the dialect `compressed-tensors` requires."""
+    if not config:
+        raise ConfigError(f"{source}: {CONFIG} not found, which {COMPRESSED_TENSORS} needs")
 
 
 def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
     """Return `config.json` for quantized weights in the dialect slim."""
     items = sum(tensor.items for tensor in summary.tensors)
     section = {
-        "quant_method": "slimtensors",
+        "quant_method": METHOD,
         "version": VERSION,
         "preset": "lossless",
         "dtype": dtype_name(dtype),
         "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
     }
-    return with_section(without_any_section(config), section)
+    return add_section(remove_sections(config), section)
 
 
 def main_dtype(archive: Archive) -> torch.dtype:
-    """Return the dtype of most weights and scales that are left."""
+    """Return the dtype of most floating-point values; bfloat16 if there are none."""
     sizes: Counter[torch.dtype] = Counter({torch.bfloat16: 0})
     for spec in map(archive.spec, archive):
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
@@ -143,129 +143,83 @@ def main_dtype(archive: Archive) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def dtype_of(data: Json) -> torch.dtype | None:
-    """Return the dtype of a model's weights, if its config says it."""
-    said = data.get("dtype") or data.get("torch_dtype")
-    if said is None:
-        return None
-    name = str(said).removeprefix("torch.")
-    try:
-        return find_dtype(name)
-    except KeyError:
-        raise ConfigError(f"config.json: the dtype {name!r} does not exist") from None
-
-
-_LOG = logging.getLogger(__name__)
-
-Kind = Literal["dense", "slim", "compressed-tensors"]
-
-
-def convert_folder(
-    source: StrPath, target: StrPath, *, to: Kind, how: Rewrite | None = None
-) -> Summary:
-    """Write a model folder in another dialect, or dense; what is quantized keeps its codes.
-
-    Dense weights are what the quantized ones stand for, in the dtype of the model.
-    """
-    how = how or Rewrite()
-    where = locate(source, storage_options=how.storage_options)
-    data = read_config(source, storage_options=how.storage_options)
-    with Archive(source, storage_options=how.storage_options) as archive:
-        try:
-            config, dtype = quantization_of(data), dtype_of(data) or main_dtype(archive)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from error
-        if config is not None:
-            if to == COMPRESSED_TENSORS:
-                raise ConfigError(f"{archive.path}: is in that dialect already")
-            return _Quantized(archive, config, to, dtype).write(where, target, how)
-        codecs = _quantized_by_us(archive)
-        if codecs and to == COMPRESSED_TENSORS:
-            check_config(data, source)
-            return _to_compressed_tensors(archive, codecs, where, target, how)
-    if to == "dense":
-        options = {key: x for key, x in vars(how).items() if key != "max_shard_size"}
-        return decompress_folder(source, target, **options)
-    preset = "lossless" if to == SLIM else "sparse"
-    return compress_folder(source, target, preset=preset, dialect=to, **vars(how))
-
-
 @dataclass(frozen=True)
-class _Quantized:
-    """A folder that is quantized in the way of compressed-tensors, and what becomes of it."""
+class _QuantizedFolder:
+    """A folder quantized by compressed-tensors, and what to convert it to."""
 
     archive: Archive
     config: QuantizationConfig
     to: Kind
     dtype: torch.dtype
 
-    def write(self, where: Location, target: StrPath, how: Rewrite) -> Summary:
+    def write(self, target: StrPath, options: FolderOptions) -> Summary:
         """Write each layer as one tensor."""
         layers = find_stored_layers(set(self.archive))
         if self.to == SLIM and self.config.has_activations:
             _LOG.warning(
-                "%s: how activations and caches are quantized is not kept", self.archive.path
+                "%s: quantization of activations and caches is not kept", self.archive.path
             )
         for layer, suffixes in layers.items():
             if not {"weight", "weight_packed"} & set(suffixes):
                 found = ", ".join(suffixes)
-                raise CorruptFileError(f"{self.archive.path}: {layer}: lacks codes; has {found}")
+                raise CorruptFileError(
+                    f"{self.archive.path}: {layer}: no weight or weight_packed; found {found}"
+                )
 
-        def state(part: Archive) -> ArchiveSource:
-            """Return the layers whose codes are in this file, and what else is there."""
+        def make_source(part: Archive) -> ArchiveSource:
+            """Return the layers whose codes are in this file, and its other tensors."""
             items: list[TensorSource] = []
             for name in part:
                 layer, _, suffix = name.rpartition(".")
                 if layer in layers and suffix in ("weight", "weight_packed"):
-                    items.append(self._item(layer, layers[layer]))
+                    items.append(self._make_item(layer, layers[layer]))
                 elif not is_quantization_part(name, layers):
                     items += as_source(part.select([name])).items
             return ArchiveSource(items)
 
         choose = presets.dense if self.to == "dense" else presets.lossless
-        return how.run(
-            self.archive, where, target, self._edited, choose=choose, dialect=SLIM, state=state
-        )
+        weights = Weights(self.archive, options.with_preset(choose), make_source=make_source)
+        return build_folder(weights, target, self._describe)
 
-    def _edited(self, data: Json, summary: Summary) -> Json:
+    def _describe(self, config: Json, summary: Summary) -> Json:
         if self.to == "dense":
-            return without_any_section(data)
-        return describe_codes(data, summary, self.dtype)
+            return remove_sections(config)
+        return describe_codes(config, summary, self.dtype)
 
-    def _item(self, layer: str, suffixes: Sequence[str]) -> TensorSource:
-        """Return the weight of a layer, to be read from its parts when its turn comes."""
-        with self._named(layer):
+    def _make_item(self, layer: str, suffixes: Sequence[str]) -> TensorSource:
+        """Return the weight of a layer, read from its parts on demand."""
+        with self._name_errors(layer):
             scheme = find_scheme(layer, self.config, {})
-            stored = formats.find(choose_format(scheme, self.config), version=self.config.version)
+            format = formats.find(choose_format(scheme, self.config), version=self.config.version)
         args = scheme.weights
-        assert args is not None, "a scheme was found because it has some"
+        assert args is not None, "only schemes with weights have stored layers"
 
         def read(each: Each) -> Tensor | Encoded:
             parts = {s: self.archive.load_one(join_name(layer, s), each) for s in suffixes}
-            with self._named(layer):
+            with self._name_errors(layer):
                 codec = Quantized.in_whole_bytes(args)
                 if self.to == "dense":
-                    dense = stored.decompress(parts, args, each)
+                    dense = format.decompress(parts, args, each)
                     if dense.dtype is self.dtype:
                         return dense
-                    # From the codes again: a cast would round what was rounded already.
-                    return decode(codec.encoded(*stored.parse(parts, args), self.dtype), each)
-                codes, params = stored.parse(parts, args)
+                    # Decode again from the codes: a cast would round twice.
+                    return decode(codec.encoded(*format.parse(parts, args), self.dtype), each)
+                codes, params = format.parse(parts, args)
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
 
         return TensorSource(
-            join_name(layer, "weight"), Spec(self.dtype, self._shape(layer, suffixes)), read
+            join_name(layer, "weight"), Spec(self.dtype, self._shape_of(layer, suffixes)), read
         )
 
     @contextmanager
-    def _named(self, layer: str) -> Iterator[None]:
-        """Let errors say which layer of which folder they are about."""
+    def _name_errors(self, layer: str) -> Iterator[None]:
+        """Add the folder and the layer to errors."""
         try:
             yield
         except SlimError as error:
             raise type(error)(f"{self.archive.path}: {layer}: {error}") from error
 
-    def _shape(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
+    def _shape_of(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
         if "weight_shape" in suffixes:
             stored = self.archive.load_one(join_name(layer, "weight_shape"), serially)
             return tuple(int(size) for size in stored.flatten())
@@ -275,55 +229,47 @@ class _Quantized:
         return *outer, 2 * width  # 4-bit floats, two per byte
 
 
-def _quantized_by_us(archive: Archive) -> dict[str, Quantized]:
+def _find_quantized(archive: Archive) -> dict[str, Quantized]:
+    """Return the codecs of the tensors that the dialect `slim` stores quantized."""
     plans = {name: archive.plan(name) for name in archive}
     return {n: p.codec for n, p in plans.items() if p and isinstance(p.codec, Quantized)}
 
 
-def _to_compressed_tensors(
+def _write_compressed_tensors(
     archive: Archive,
     codecs: Mapping[str, Quantized],
-    where: Location,
     target: StrPath,
-    how: Rewrite,
+    options: FolderOptions,
 ) -> Summary:
     def read(name: str, each: Each) -> Tensor | Encoded:
-        encoded = archive.encoded(name, each) if name in codecs else None
+        encoded = archive.read_encoded(name, each) if name in codecs else None
         if encoded is None:
             return archive.load_one(name, each)
         codes, params = codecs[name].parse(decode_parts(encoded, each), encoded.spec.shape[-1])
         return Quantized(codecs[name].args).encoded(codes, params, encoded.spec.dtype)
 
-    def item(name: str) -> TensorSource:
+    def make_item(name: str) -> TensorSource:
         return TensorSource(name, archive.spec(name), lambda each: read(name, each))
 
-    def state(part: Archive) -> ArchiveSource:
+    def make_source(part: Archive) -> ArchiveSource:
         tied = part.tied()
-        return ArchiveSource([item(name) for name in part if name not in tied], tied)
+        return ArchiveSource([make_item(name) for name in part if name not in tied], tied)
 
-    def edit(data: Json, _: Summary) -> Json:
-        section = _config_of(codecs).to_dict()
-        return {**without_section(data), "quantization_config": section}
+    def describe(config: Json, _: Summary) -> Json:
+        return set_section(remove_compression(config), _make_config(codecs).to_dict())
 
-    return how.run(
-        archive,
-        where,
-        target,
-        edit,
-        choose=presets.dense,
-        dialect=COMPRESSED_TENSORS,
-        state=state,
-    )
+    options = options.with_preset(presets.dense, COMPRESSED_TENSORS)
+    return build_folder(Weights(archive, options, make_source=make_source), target, describe)
 
 
-def _config_of(codecs: Mapping[str, Quantized]) -> QuantizationConfig:
-    """Return the config that loaders of compressed-tensors need; layers are named one by one."""
+def _make_config(codecs: Mapping[str, Quantized]) -> QuantizationConfig:
+    """Return the config that compressed-tensors needs; it lists layers by name."""
     groups: dict[str, list[str]] = {}
     for name, codec in codecs.items():
         groups.setdefault(str(codec.args), []).append(name.removesuffix(".weight"))
-    found = {str(codec.args): codec.arguments for codec in codecs.values()}
+    arguments = {str(codec.args): codec.arguments for codec in codecs.values()}
     schemes = [
-        QuantizationScheme(sorted(layers), weights=found[key]) for key, layers in groups.items()
+        QuantizationScheme(sorted(layers), weights=arguments[key]) for key, layers in groups.items()
     ]
     kinds = [formats.infer(scheme) for scheme in schemes]
     return QuantizationConfig(

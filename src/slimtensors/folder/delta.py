@@ -1,4 +1,4 @@
-"""Model folders as differences from other models."""
+"""Store model folders as deltas from other models."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -8,23 +8,25 @@ from typing import Any
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.delta import (
     DeltaManifest,
-    as_archive,
-    check_base_kept,
-    delta_source,
-    restored_source,
+    check_base_not_replaced,
+    make_delta_source,
+    make_restored_source,
 )
-from slimtensors.archive.summary import Summary, joined
+from slimtensors.archive.read import open_archive
+from slimtensors.archive.summary import Summary, merge_summaries
 from slimtensors.archive.write import ArchiveSource, write
 from slimtensors.codecs import presets
-from slimtensors.folder.compress import is_coded, with_section, without_section
-from slimtensors.folder.job import remake
-from slimtensors.storage import DELTA, SINGLE, Location, StrPath, locate, weight_files, write_index
+from slimtensors.folder.compress import is_compressed
+from slimtensors.folder.config_json import METHOD, add_section, remove_compression
+from slimtensors.folder.job import replace_weights
+from slimtensors.folder.weights import FolderOptions
+from slimtensors.storage import DELTA, SINGLE, StrPath, weight_files, write_index
 from slimtensors.tensor import Json
 
 
 def diff_folder(
-    new: StrPath,
-    base: StrPath,
+    new: StrPath | Archive,
+    base: StrPath | Archive,
     target: StrPath,
     *,
     replace: bool = False,
@@ -34,35 +36,45 @@ def diff_folder(
 ) -> Summary:
     """Write a folder whose weights are a delta from `base`, with the other files of `new`.
 
-    Its `config.json` says so, and its weights are called `delta.safetensors`, so that nobody
-    takes it for a model.
+    The weights are called `delta.safetensors` and `config.json` describes them, so that loaders do
+    not read the folder as a model.
+
+    Args:
+        new, base: model folders, files or URLs, or open archives of them.
+        target: folder or URL to write.
+        replace: whether to replace an existing folder.
+        threads: number of threads; default: one per core.
+        progress: called with the number of bytes just processed.
+        storage_options: passed to fsspec.
     """
-    where = locate(new, storage_options=storage_options)
-    after, before = as_archive(new, storage_options), as_archive(base, storage_options)
-    check_base_kept(before, target)
-    was_coded = is_coded(after)
-    state = delta_source(after, before, presets.lossless, files=_files(after, where))
+    options = FolderOptions(
+        preset=presets.lossless,
+        replace=replace,
+        threads=threads,
+        progress=progress,
+        storage_options=storage_options,
+    )
+    after, before = open_archive(new, storage_options), open_archive(base, storage_options)
+    check_base_not_replaced(before, target)
+    was_compressed = is_compressed(after)
+    source = make_delta_source(after, before, presets.lossless, files=_describe_files(after))
 
-    def put(folder: Path) -> Summary:
-        return write(
-            state,
-            folder / DELTA,
-            preset="lossless",
-            dialect="slim",
-            threads=threads,
-            progress=progress,
-        )
+    def write_delta(folder: Path) -> Summary:
+        return write(source, folder / DELTA, options).summary()
 
-    def edit(config: Json, summary: Summary) -> Json:
-        whole = without_section(config) if was_coded else config
-        return with_section(whole, _section(state, summary, before))
+    def describe(config: Json, summary: Summary) -> Json:
+        original = remove_compression(config) if was_compressed else config
+        return add_section(original, _make_section(source, summary, before))
 
-    return remake(where, target, put, edit, sources=[new, base], replace=replace)
+    sources = [after.path, before.path]
+    return replace_weights(
+        after.location, target, write_delta, describe, sources=sources, options=options
+    )
 
 
 def restore_folder(
-    delta: StrPath,
-    base: StrPath,
+    delta: StrPath | Archive,
+    base: StrPath | Archive,
     target: StrPath,
     *,
     max_shard_size: int | str | None = None,
@@ -71,48 +83,56 @@ def restore_folder(
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
-    """Write the folder that `diff_folder` was given, its weights plain.
+    """Write the folder that was passed to `diff_folder` as `new`, with plain weights.
 
-    They lie in files as they did there, unless `max_shard_size` is given.
+    Args:
+        delta: folder written by `diff_folder`.
+        base: the base passed to `diff_folder`.
+        target: folder or URL to write.
+        max_shard_size: maximum bytes per file, such as `"5GB"`; default: the original files.
+        replace: whether to replace an existing folder.
+        threads: number of threads; default: one per core.
+        progress: called with the number of bytes just processed.
+        storage_options: passed to fsspec.
     """
-    where = locate(delta, storage_options=storage_options)
-    after = as_archive(delta, storage_options)
-    state = restored_source(after, as_archive(base, storage_options))
-    changed = DeltaManifest.of(after)
+    options = FolderOptions(
+        preset=presets.dense,
+        max_shard_size=max_shard_size,
+        replace=replace,
+        threads=threads,
+        progress=progress,
+        storage_options=storage_options,
+    )
+    changes, before = open_archive(delta, storage_options), open_archive(base, storage_options)
+    source = make_restored_source(changes, before)
+    manifest = DeltaManifest.from_archive(changes)
 
-    def put_all(path: Path, state: ArchiveSource) -> Summary:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write(
-            state,
-            path,
-            preset="dense",
-            dialect="slim",
-            max_shard_size=max_shard_size,
-            threads=threads,
-            progress=progress,
-        )
-
-    def put(folder: Path) -> Summary:
+    def write_weights(folder: Path) -> Summary:
         if max_shard_size is not None:
-            return put_all(folder, state)
-        if changed.files is None:
-            return put_all(folder / SINGLE, state)
-        parts = [
-            put_all(folder / file, _part(state, names)) for file, names in changed.files.items()
-        ]
-        if changed.index is not None:
-            write_index(folder, changed.index, list(changed.files))
-        return joined(parts)
+            return write(source, folder, options).summary()
+        if manifest.files is None:
+            return write(source, folder / SINGLE, options).summary()
+        parts = []
+        for file, names in manifest.files.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            parts.append(write(_select(source, names), folder / file, options).summary())
+        if manifest.index is not None:
+            write_index(folder, manifest.index, list(manifest.files))
+        return merge_summaries(parts)
 
-    def edit(config: Json, _: Summary) -> Json:
-        return without_section(config)
+    return replace_weights(
+        changes.location,
+        target,
+        write_weights,
+        lambda config, _: remove_compression(config),
+        sources=[changes.path, before.path],
+        options=options,
+    )
 
-    return remake(where, target, put, edit, sources=[delta, base], replace=replace)
 
-
-def _files(archive: Archive, where: Location) -> dict[str, Any]:
-    """Return in which files a model lies, unless it is one of the usual name."""
-    main, *shards = weight_files(where)
+def _describe_files(archive: Archive) -> dict[str, Any]:
+    """Return the files of a model for `DeltaManifest`; empty for one file with the default name."""
+    main, *shards = weight_files(archive.location)
     if main == SINGLE:
         return {}
     tied = archive.tied()
@@ -123,27 +143,26 @@ def _files(archive: Archive, where: Location) -> dict[str, Any]:
     return {"index": main, "files": files} if shards else {"files": files}
 
 
-def _part(state: ArchiveSource, names: Collection[str]) -> ArchiveSource:
-    """Return the part of a state that belongs into one file."""
-    chosen = set(names)
+def _select(source: ArchiveSource, names: Collection[str]) -> ArchiveSource:
+    """Return the part of a source that contains these tensors."""
+    selected = set(names)
     return ArchiveSource(
-        [item for item in state.items if item.name in chosen],
-        {name: home for name, home in state.tied.items() if home in chosen},
+        [item for item in source.items if item.name in selected],
+        {name: home for name, home in source.tied.items() if home in selected},
     )
 
 
-def _section(state: ArchiveSource, summary: Summary, base: Archive) -> Json:
-    """Return what `config.json` says about a delta."""
-    changed = DeltaManifest.from_json(state.delta or {})
-    items = sum(item.spec.numel for item in state.items)
+def _make_section(source: ArchiveSource, summary: Summary, base: Archive) -> Json:
+    """Return the section of `config.json` that describes a delta."""
+    manifest = DeltaManifest.from_json(source.delta or {})
+    items = sum(item.spec.numel for item in source.items)
+    kinds = Counter(entry[0] for entry in manifest.tensors.values())
     return {
-        "quant_method": "slimtensors",
+        "quant_method": METHOD,
         "delta": {
             "base": PurePath(base.path).name,
-            "digest": changed.base_digest,
-            "tensors": dict(
-                sorted(Counter(entry[0] for entry in changed.tensors.values()).items())
-            ),
+            "digest": manifest.base_digest,
+            "tensors": dict(sorted(kinds.items())),
         },
         "bits_per_weight": round(8 * summary.stored_bytes / items, 3) if items else 0.0,
     }

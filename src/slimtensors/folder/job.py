@@ -1,4 +1,4 @@
-"""Write a model folder file by file, with one or several processes, resuming an interrupted run."""
+"""Write a model folder file by file, with one or several processes, resuming interrupted runs."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -6,235 +6,225 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from slimtensors import _core
 from slimtensors.archive import Archive
-from slimtensors.archive.summary import Summary, joined
+from slimtensors.archive.summary import Summary, merge_summaries
 from slimtensors.errors import ConfigError, SlimError
+from slimtensors.folder.build import BuildFolder, Record, open_build_folder
 from slimtensors.folder.config_json import (
     CONFIG,
-    other_files,
+    Edit,
+    edit_config_text,
+    find_other_files,
     resolve_folder,
     to_json_text,
-    updated_config,
 )
-from slimtensors.folder.processes import ProcessGroup, SingleProcess, Task, divide
-from slimtensors.folder.site import LocalSite, RemoteSite, Site
-from slimtensors.folder.weights import Part, Record, Weights
-from slimtensors.storage import (
-    INDEX,
-    LocalLocation,
-    Location,
-    RemoteLocation,
-    StrPath,
-    locate,
-    weight_files,
-)
+from slimtensors.folder.processes import ProcessGroup, SingleProcess, Task, divide_work
+from slimtensors.folder.weights import FolderOptions, Part, Weights
+from slimtensors.storage import INDEX, Location, StrPath, locate, weight_files
 from slimtensors.tensor import Json
 
+_LOG = logging.getLogger(__name__)
 
-def job_of(archive: Archive, where: Location, options: dict[str, Any]) -> Json:
-    """Describe a job by its options, and by what tells the source from another one."""
-    folder = resolve_folder(where)
+DescribeWeights = Callable[[Json, Summary], Json]
+"""Returns the new content of `config.json`, from the old one and the summary of the weights."""
+
+
+def describe_job(archive: Archive, settings: Json) -> Json:
+    """Return JSON that identifies a job: its settings, our version, and the state of the source."""
+    folder = resolve_folder(archive.location)
     weights = {
         file.key: [folder.child(file.key).stamp(), _core.crc32c(file.text)]
         for file in archive.files
     }
-    return {**options, "version": version("slimtensors"), "weights": weights}
+    return {**settings, "version": version("slimtensors"), "weights": weights}
 
 
-_LOG = logging.getLogger(__name__)
-
-Edit = Callable[[Json, Summary], Json]
-"""Returns what `config.json` is to say."""
-
-
-def make_folder(
-    weights: Weights,
-    target: StrPath,
-    edit: Edit,
-    *,
-    job: Json | None = None,
-    replace: bool = False,
-    storage_options: dict[str, Any] | None = None,
+def build_folder(
+    weights: Weights, target: StrPath, describe: DescribeWeights, *, job: Json | None = None
 ) -> Summary:
-    """Make a folder like that of `weights`: its config by `edit`, other files alike.
+    """Write a copy of a model folder with new weights; `describe` edits its config.
 
-    The new folder appears when it is complete; an existing one is replaced only if `replace` is
-    set, and never if it holds the source. A run that was stopped goes on where it was if it has
-    the same `job`; without a job nothing is left of it. Ranks other than 0 return what they wrote.
+    The target appears when it is complete. An existing one is replaced only if the options allow
+    it, and never if it contains the source. An interrupted run resumes if it has the same `job`;
+    without a job it leaves nothing. Ranks other than 0 return the summary of what they wrote.
     """
-    ranks = weights.how.ranks
-    if job is None and ranks.count > 1:
-        raise ConfigError("several processes need a preset by its name, which all of them know")
-    to = locate(target, storage_options=storage_options)
-    making = _Making(weights, to, _site(to, [weights.archive.path], replace=replace))
+    group = weights.options.group
+    if job is None and group.count > 1:
+        raise ConfigError("several processes need a preset name instead of a function")
+    to = locate(target, storage_options=weights.options.storage_options)
+    sources = [weights.archive.path]
+    folder = open_build_folder(to, sources, replace=weights.options.replace)
+    build = _Build(weights, to, folder)
     try:
-        if ranks.rank == 0:
-            making.site.begin(job)
-        ranks.meet("begun")
-        if ranks.rank != 0:
-            making.site.attach(job)
-        with making.tidied(keep=job is not None):
-            return making.run(edit)
+        if group.rank == 0:
+            folder.begin(job)
+        group.barrier("begun")
+        if group.rank != 0:
+            folder.attach(job)
+        with build.cleanup(is_resumable=job is not None):
+            return build.run(describe)
     finally:
-        making.site.close()
+        folder.close()
 
 
-def remake(
-    where: Location,
+def replace_weights(
+    original: Location,
     target: StrPath,
     write: Callable[[Path], Summary],
-    edit: Edit,
+    describe: DescribeWeights,
     *,
     sources: Sequence[StrPath],
-    replace: bool,
-    storage_options: dict[str, Any] | None = None,
+    options: FolderOptions,
 ) -> Summary:
-    """Make a folder like `where`, its weights by `write`, which is given a folder to fill."""
+    """Write a copy of a model folder; `write` writes the new weights into an empty folder."""
 
-    def fill(folder: Path) -> Record:
+    def write_weights(folder: Path) -> Record:
         tensors = write(folder).tensors
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        # Loaders look for JSON first: without it, what is there already is nothing to them.
+        # Indexes last: until then, loaders do not see the other files as a model.
         files.sort(key=lambda path: path.suffix == ".json")
         return Record(tensors, {}, {path.relative_to(folder).as_posix(): "" for path in files})
 
-    site = _site(locate(target, storage_options=storage_options), sources, replace=replace)
+    to = locate(target, storage_options=options.storage_options)
+    build = open_build_folder(to, sources, replace=options.replace)
     try:
-        site.begin(None)
+        build.begin(None)
         try:
-            summary = site.put("files", "weights", fill).summary()
-            _add_others(site, where, lambda config: edit(config, summary), SingleProcess())
-            site.commit()
+            summary = build.put("files", "weights", write_weights).summary()
+            edit = _edit_with(describe, summary)
+            _copy_other_files(build, original, edit, SingleProcess())
+            build.commit()
         except BaseException:
-            site.drop()
+            build.drop()
             raise
     finally:
-        site.close()
+        build.close()
     return summary
 
 
-def _site(to: Location, sources: Sequence[StrPath], *, replace: bool) -> Site:
-    if isinstance(to, RemoteLocation):
-        return RemoteSite(to, sources, replace=replace)
-    assert isinstance(to, LocalLocation)
-    return LocalSite(to.path, sources, replace=replace)
+def _edit_with(describe: DescribeWeights, summary: Summary) -> Edit:
+    return lambda config: describe(config, summary)
 
 
-def _add_others(
-    site: Site, where: Location, edit: Callable[[Json], Json], ranks: ProcessGroup
+def _copy_other_files(
+    build: BuildFolder, source: Location, edit: Edit, group: ProcessGroup
 ) -> None:
-    """Add what is not weights, `config.json` last."""
-    others = other_files(where)
+    """Copy all files except weights; `config.json` last, edited."""
+    others = find_other_files(source)
     config = others.pop(CONFIG, None)
     for name, original in others.items():
-        site.copy(name, original)
-        ranks.advance()
+        build.copy(name, original)
+        group.heartbeat()
     if config is not None:
-        site.write(CONFIG, updated_config(config.read(), edit))
+        build.write(CONFIG, edit_config_text(config.read(), edit))
 
 
 @dataclass(frozen=True)
-class _Making:
-    """A folder that is being made, as one of the ranks sees it."""
+class _Build:
+    """The work of one rank."""
 
     weights: Weights
-    to: Location
-    site: Site
+    target: Location
+    folder: BuildFolder
 
-    def run(self, edit: Edit) -> Summary:
-        """Make the files that are not there yet, then everything else."""
-        ranks, site, files = self.weights.how.ranks, self.site, self.weights.files()
-        for file in files[ranks.rank :: ranks.count]:
-            if site.find("files", file.key):
-                self.weights.how.advance(file.nbytes)
-        ranks.meet("checked")
-        left = [file for file in files if not site.has("files", file.key)]
-        ranks.meet("counted")
-        division = divide(left, ranks.count, least=self.weights.how.least)
-        made = [self._make(task) for task in division.tasks[ranks.rank]]
-        ranks.meet("made")
-        for key, rank in division.joins.items():
-            if rank == ranks.rank:
+    def run(self, describe: DescribeWeights) -> Summary:
+        """Write the missing weight files; rank 0 then completes the folder."""
+        options, files = self.weights.options, self.weights.file_sizes()
+        group = options.group
+        for file in files[group.rank :: group.count]:
+            if self.folder.find("files", file.key):
+                options.report_progress(file.nbytes)
+        group.barrier("checked")
+        missing = [file for file in files if not self.folder.is_finished("files", file.key)]
+        group.barrier("counted")
+        division = divide_work(missing, group.count, min_part_bytes=self.weights.min_part_bytes)
+        records = [self._run_task(task) for task in division.tasks[group.rank]]
+        group.barrier("made")
+        for key, rank in division.joiners.items():
+            if rank == group.rank:
                 self._join(key, division.parts[key])
-        ranks.meet("joined")
-        done = joined([record.summary() for record in made])
-        summary = self._finish(edit) if ranks.rank == 0 else done
-        ranks.meet("finished")
+        group.barrier("joined")
+        if group.rank == 0:
+            summary = self._complete(describe)
+        else:
+            summary = merge_summaries([record.summary() for record in records])
+        group.barrier("finished")
         return summary
 
     @contextmanager
-    def tidied(self, *, keep: bool) -> Iterator[None]:
-        """After a failure, leave nothing but files that need not be made again."""
+    def cleanup(self, *, is_resumable: bool) -> Iterator[None]:
+        """On failure, remove everything except finished files that a later run can use."""
         try:
             yield
         except BaseException as error:
-            can_go_on = keep and not isinstance(error, SlimError)  # which would come again
-            files = list(self.weights.states)
-            if self.weights.how.ranks.count > 1:
-                pass  # the others may still write
-            elif can_go_on and len(files) > 1 and any(self.site.has("files", f) for f in files):
-                _LOG.warning("%s: finished files are kept; the same command goes on", self.site)
+            can_resume = is_resumable and not isinstance(error, SlimError)  # would occur again
+            files = list(self.weights.sources)
+            if self.weights.options.group.count > 1:
+                pass  # other ranks may still be writing
+            elif can_resume and len(files) > 1 and self._has_finished(files):
+                _LOG.warning("%s: finished files are kept; run it again to resume", self.folder)
             else:
-                self.site.drop()
+                self.folder.drop()
             raise
 
-    def _make(self, task: Task) -> Record:
+    def _has_finished(self, files: Sequence[str]) -> bool:
+        return any(self.folder.is_finished("files", file) for file in files)
+
+    def _run_task(self, task: Task) -> Record:
         if not task.names:
-            return self.site.put(
+            return self.folder.put(
                 "files", task.file, lambda folder: self.weights.write_file(task.file, folder)
             )
-        if found := self.site.find("parts", task.key):
-            self.weights.how.advance(task.nbytes)
-            return found
-        return self.site.put(
+        if record := self.folder.find("parts", task.key):
+            self.weights.options.report_progress(task.nbytes)
+            return record
+        return self.folder.put(
             "parts", task.key, lambda folder: self.weights.write_part(task, folder)
         )
 
     def _join(self, key: str, tasks: Sequence[Task]) -> None:
         parts = []
         for task in tasks:
-            record = self.site.find("parts", task.key)
+            record = self.folder.find("parts", task.key)
             if record is None:
-                raise ConfigError(f"{self.site}: {task.key}: is not there any more, or was changed")
-            parts.append(Part(task, record, self.site.place("parts", task.key)))
-        self.site.put("files", key, lambda folder: self.weights.join(key, parts, folder))
+                raise ConfigError(f"{self.folder}: {task.key} was removed or changed")
+            parts.append(Part(task, record, self.folder.location("parts", task.key)))
+        self.folder.put("files", key, lambda folder: self.weights.join(key, parts, folder))
 
-    def _finish(self, edit: Edit) -> Summary:
-        """Add what is not weights and what leads to them, and show the folder."""
-        records = [self.site.load("files", key) for key in self.weights.states]
-        for record in records:
-            self.weights.how.found.update(record.sparsity)
-        summary = joined([record.summary() for record in records])
+    def _complete(self, describe: DescribeWeights) -> Summary:
+        """Add the other files and the index, and make the folder visible."""
         weights = self.weights
-        _add_others(
-            self.site, weights.where, lambda config: edit(config, summary), weights.how.ranks
-        )
+        records = [self.folder.load("files", key) for key in weights.sources]
+        for record in records:
+            weights.sparsity.update(record.sparsity)
+        summary = merge_summaries([record.summary() for record in records])
+        edit = _edit_with(describe, summary)
+        _copy_other_files(self.folder, weights.archive.location, edit, weights.options.group)
         if name := self._index_name(summary):
-            self.site.write(name, to_json_text(_index(records, summary)))
-        self.site.commit()
-        tensors = [replace(t, file=str(self.to.child(t.file))) for t in summary.tensors]
-        return Summary(tensors, [str(self.to.child(file)) for file in summary.files])
+            self.folder.write(name, to_json_text(_make_index(records, summary)))
+        self.folder.commit()
+        tensors = [replace(t, file=str(self.target.child(t.file))) for t in summary.tensors]
+        return Summary(tensors, [str(self.target.child(file)) for file in summary.files])
 
     def _index_name(self, summary: Summary) -> str | None:
-        if self.weights.how.max_shard_size is not None:
+        if self.weights.options.max_shard_size is not None:
             return INDEX if len(summary.files) > 1 else None
-        main, *shards = weight_files(self.weights.where)
+        main, *shards = weight_files(self.weights.archive.location)
         return main if shards else None
 
 
-def _index(records: Sequence[Record], summary: Summary) -> Json:
-    homes: dict[str, str] = {}
+def _make_index(records: Sequence[Record], summary: Summary) -> Json:
+    weight_map: dict[str, str] = {}
     total = 0
     for record in records:
         for tensor in record.stored:
             pieces = record.pieces.get(tensor.name)
             if pieces is not None:
-                homes |= dict.fromkeys(pieces.names, tensor.file)
+                weight_map |= dict.fromkeys(pieces.names, tensor.file)
                 total += sum(pieces.nbytes)
     return {
         "metadata": {"total_parameters": summary.items, "total_size": total},
-        "weight_map": homes,
+        "weight_map": weight_map,
     }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.dialects.compressed_tensors import CodecPacker, register_packer
-from slimtensors.archive.dialects.member import PackedTensor, plain_tensor_bytes
+from slimtensors.archive.dialects.entries import PackedTensor, plain_tensor_bytes
 from slimtensors.codecs import register
 from slimtensors.codecs.plan import Encoded, Plan, decode_parts, encode, relative_error
 from slimtensors.errors import ConfigError, CorruptFileError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slimtensors.archive.summary import Summary, format_bytes, table
+from slimtensors.archive.summary import Summary, format_bytes, format_table
 from slimtensors.codecs.statistics import sparsity_of
 from slimtensors.layerwise.engine import evaluation_mode
 from slimtensors.layerwise.inputs import Layer, collect_layers, remove_padding
@@ -117,7 +117,7 @@ class Report:
         rows = [self._format_row(layer) for layer in self.layers]
         steps = [step.modifier for step in self.steps if step.layers]
         head = ["layer", "structure", "zeros", "bits", *steps, "seconds"]
-        lines = [table(head, rows, left=2)] if rows else []
+        lines = [format_table(head, rows, left=2)] if rows else []
         lines += ["cosine of outputs, before and after each modifier"] if rows else []
         if self.quality is not None:
             lines.append(_describe_quality(self.quality))

@@ -12,9 +12,13 @@ from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.checkpoint import state_file
 from slimtensors.checkpoint.store import StoredState
 from slimtensors.errors import ConfigError, SlimError
-from slimtensors.folder.compress import is_model
-from slimtensors.folder.config_json import read_config
-from slimtensors.folder.convert import COMPRESSED_TENSORS, quantization_of
+from slimtensors.folder.compress import is_model_folder
+from slimtensors.folder.config_json import (
+    COMPRESSED_TENSORS,
+    parse_quantization,
+    read_config,
+    read_quantization_section,
+)
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.plans import choose_format
@@ -67,7 +71,7 @@ def open_tensors(
     config = _quantization_config(source)
     if config is not None:
         return _open_quantized(archive, summaries, config)
-    archive.check_whole()
+    archive.check_not_delta()
     return _open_archive(str(source), archive, summaries)
 
 
@@ -90,12 +94,12 @@ def _archive_tensor(archive: Archive, summary: TensorSummary) -> StoredTensor:
 
 
 def _quantization_config(source: StrPath) -> QuantizationConfig | None:
-    data = read_config(source) if is_model(source) else {}
-    method = (data.get("quantization_config") or {}).get("quant_method", COMPRESSED_TENSORS)
+    data = read_config(source) if is_model_folder(source) else {}
+    method = read_quantization_section(data).get("quant_method", COMPRESSED_TENSORS)
     if method not in (COMPRESSED_TENSORS, "slimtensors"):
         return None  # formats of other libraries are shown as stored
     try:
-        return quantization_of(data)
+        return parse_quantization(data)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 

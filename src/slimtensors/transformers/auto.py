@@ -12,8 +12,14 @@ import transformers
 from torch import nn
 
 from slimtensors.errors import ConfigError
-from slimtensors.folder.compress import holds_sparse_parts
-from slimtensors.folder.convert import COMPRESSED_TENSORS, dtype_of, quantization_of
+from slimtensors.folder.config_json import (
+    COMPRESSED_TENSORS,
+    is_sparse_only,
+    parse_quantization,
+    read_dtype,
+    read_quantization_section,
+    read_quantization_sections,
+)
 from slimtensors.runtime import CompressedTensor
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, dtype_name
@@ -182,17 +188,16 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
 
 def _find_section(data: Json) -> Json | None:
     """Return the `quantization_config` for our loader, or None if transformers needs none."""
-    section = data.get("quantization_config")
-    if isinstance(section, dict) and section.get("quant_method") == METHOD:
+    section = read_quantization_section(data)
+    if section.get("quant_method") == METHOD:
         return section
-    if holds_sparse_parts(data):
+    if is_sparse_only(data):
         return {"quant_method": METHOD, "preset": "sparse"}
-    sections = {key: data.get(key) for key in ("quantization_config", "compression_config")}
-    before = {key: x for key, x in sections.items() if isinstance(x, dict)}
+    before = read_quantization_sections(data)
     methods = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
-    if methods != {COMPRESSED_TENSORS} or quantization_of(before) is None:
+    if methods != {COMPRESSED_TENSORS} or parse_quantization(before) is None:
         return None
-    dtype = dtype_of(data)
+    dtype = read_dtype(data)
     section = {"quant_method": METHOD, "preset": QUANTIZED, "before": before}
     return section | ({"dtype": dtype_name(dtype)} if dtype else {})
 

@@ -11,21 +11,19 @@ from torch import nn
 
 from slimtensors.archive import Archive
 from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, as_source, write
+from slimtensors.archive.write import ArchiveSource, WriteOptions, as_source, write
 from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
-from slimtensors.folder.compress import without_any_section
-from slimtensors.folder.config_json import read_config
-from slimtensors.folder.convert import (
+from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
-    SLIM,
-    Rewrite,
-    describe_codes,
-    dtype_of,
-    main_dtype,
+    read_config,
+    read_dtype,
+    replace_sections,
 )
-from slimtensors.folder.job import remake
+from slimtensors.folder.convert import SLIM, describe_codes, main_dtype
+from slimtensors.folder.job import replace_weights
+from slimtensors.folder.weights import FolderOptions
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
 from slimtensors.storage import INDEX, SINGLE, StrPath, locate, note_parameters
@@ -46,7 +44,7 @@ def calibrate_folder(
     calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
     dialect: str = COMPRESSED_TENSORS,
-    how: Rewrite | None = None,
+    how: FolderOptions | None = None,
 ) -> Summary:
     """Quantize a model folder layer by layer with calibration data.
 
@@ -69,7 +67,7 @@ def calibrate_folder(
         >>> config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
         >>> calibrate_folder("my-model", "my-w4a16", config, "text.txt")
     """
-    options = how or Rewrite()
+    options = how or FolderOptions()
     settings = calibration or Calibration()
     if settings.evaluate is not None:
         raise ConfigError("calibrate_folder does not support Calibration.evaluate; use oneshot")
@@ -90,21 +88,21 @@ def calibrate_folder(
     tensors = as_source(state)
     preset = presets.dense
     if dialect == SLIM:
-        source_config = read_config(source, storage_options=options.storage_options)
-        stored_dtype = dtype_of(source_config) or stored_dtype
+        source_config = read_config(locate(source, storage_options=options.storage_options))
+        stored_dtype = read_dtype(source_config) or stored_dtype
         tensors = ArchiveSource(encode_layers(tensors.items, section, stored_dtype), tensors.tied)
         preset = presets.lossless
 
     def put(folder: Path) -> Summary:
-        summary = write(
-            tensors,
-            folder if options.max_shard_size is not None else folder / SINGLE,
+        # The dialect slim stores the parts of compressed-tensors as plain tensors.
+        writing = WriteOptions(
             preset=preset,
-            dialect=SLIM,  # which stores the parts of compressed-tensors as plain tensors
             max_shard_size=options.max_shard_size,
             threads=options.threads,
             progress=options.progress,
         )
+        path = folder if options.max_shard_size is not None else folder / SINGLE
+        summary = write(tensors, path, writing).summary()
         if dialect == SLIM:
             note_parameters(folder / INDEX, summary.items)
         return summary
@@ -112,10 +110,10 @@ def calibrate_folder(
     def edit(config: Json, summary: Summary) -> Json:
         if dialect == SLIM:
             return describe_codes(config, summary, stored_dtype)
-        return {**without_any_section(config), "quantization_config": section}
+        return replace_sections(config, section)
 
     location = locate(source, storage_options=options.storage_options)
-    return remake(location, target, put, edit, sources=[source], replace=options.replace)
+    return replace_weights(location, target, put, edit, sources=[source], options=options)
 
 
 def _load(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ from slimtensors.errors import (
     UnsupportedVersionError,
     nearest,
 )
-from slimtensors.folder.convert import COMPRESSED_TENSORS, quantization_of
+from slimtensors.folder.config_json import COMPRESSED_TENSORS, parse_quantization
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
@@ -121,7 +121,7 @@ class SlimQuantizer(HfQuantizer):
                     f"the weights are also quantized by {section['quant_method']}, which needs its"
                     " own loader; run slimtensors decompress and load the result"
                 )
-        self._quantization = quantization_of(quantization_config.before)
+        self._quantization = parse_quantization(quantization_config.before)
         self._reader: Reader | None = None
         self._device_map: dict[str, Any] | None = None
 
@@ -218,8 +218,8 @@ class Reader:
         """Device of each module, if there are several."""
         self.run_compressed = run_compressed
         """Whether weights of linear layers stay compressed in memory."""
-        archive = Archive.of_files(self.files)
-        archive.check_whole()
+        archive = Archive.from_files(self.files)
+        archive.check_not_delta()
         self._archive = (
             archive if quantization is None else QuantizedArchive(archive, quantization, model)
         )

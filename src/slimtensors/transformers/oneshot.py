@@ -12,11 +12,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from slimtensors.archive import inspect
-from slimtensors.archive.write import ArchiveSource, write
+from slimtensors.archive.write import ArchiveSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
-from slimtensors.folder.config_json import read_config, update_config
+from slimtensors.folder.config_json import read_config, read_quantization_section, update_config
 from slimtensors.folder.convert import describe_codes
 from slimtensors.layerwise.engine import Progress
 from slimtensors.layerwise.inputs import remove_padding
@@ -122,7 +122,7 @@ def save_model(
             format = _save_sparse_codes(model, config, folder)
     else:
         model.save_pretrained(folder, save_compressed=save_compressed)
-        format = read_config(folder).get("quantization_config", {}).get("preset", "dense")
+        format = read_quantization_section(read_config(folder)).get("preset", "dense")
     report = report.stored_as(format, inspect(folder))
     recipe.save(folder)
     write_json(folder / FILE, report.to_json())
@@ -147,13 +147,8 @@ def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> 
     sources = collect_weights(model, state, save_original_format=True)
     encoded = encode_layers(sort_like_safetensors(sources), section, model.dtype)
     type(model).save_pretrained(model, folder, state_dict={})
-    summary = write(
-        ArchiveSource(encoded),
-        folder,
-        preset=presets.lossless,
-        dialect="slim",
-        max_shard_size="50GB",
-    )
+    options = WriteOptions(preset=presets.lossless, max_shard_size="50GB")
+    summary = write(ArchiveSource(encoded), folder, options).summary()
     note_parameters(folder / INDEX, summary.items)
     update_config(folder, lambda data: describe_codes(data, summary, model.dtype))
     return "slim"

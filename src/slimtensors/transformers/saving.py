@@ -11,14 +11,23 @@ from torch import Tensor, nn
 
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
-from slimtensors.archive.write import ArchiveSource, TensorSource, write
+from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.compat.formats import preset_of
 from slimtensors.errors import ConfigError
-from slimtensors.folder.compress import described
-from slimtensors.folder.config_json import SparsityConfig, parse_section, read_config, update_config
+from slimtensors.folder.config_json import (
+    SparsityConfig,
+    add_sparsity_section,
+    copy_sections,
+    describe_compression,
+    parse_sparsity,
+    read_config,
+    read_quantization_section,
+    read_sparsity_section,
+    update_config,
+)
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor, CsrTensor
@@ -34,7 +43,6 @@ from slimtensors.transformers.weights import (
     measure_sparsity,
     reuse_stored,
     to_dense,
-    with_sections_of,
 )
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,7 +97,7 @@ def attach_saver(model: Model, stored: StoredWeights) -> Model:
     if section is not None:
         del config.sparsity_config  # written again by each save
     attributes: Any = model
-    attributes.sparsity_config = parse_section(section) if section else None
+    attributes.sparsity_config = parse_sparsity(section) if section else None
     attributes.save_pretrained = SavePretrained(model, stored)
     return model
 
@@ -196,18 +204,13 @@ class SavePretrained:
         # of an older model, which must stay until the new ones are complete.
         with TemporaryDirectory(prefix=".", dir=folder) as temporary:
             self._save_dense(Path(temporary), state_dict={}, **options)
-            summary = write(
-                ArchiveSource(sources),
-                folder,
-                preset=preset,
-                dialect="slim",
-                max_shard_size=max_shard_size,
-            )
+            writing = WriteOptions(preset=preset, max_shard_size=max_shard_size)
+            summary = write(ArchiveSource(sources), folder, writing).summary()
             note_parameters(folder / INDEX, summary.items)
             section = _update_config(
                 Path(temporary),
                 lambda config: self._keep_run_compressed(
-                    described(config, summary, sparsity, preset=preset, dialect="slim")
+                    describe_compression(config, summary, sparsity, preset=preset, dialect="slim")
                 ),
             )
             shutil.copytree(temporary, folder, dirs_exist_ok=True)
@@ -215,9 +218,9 @@ class SavePretrained:
 
     def _keep_run_compressed(self, config: Json) -> Json:
         """Copy `run_compressed` from the folder that the model was loaded from."""
-        section = config.get("quantization_config")
+        section = read_quantization_section(config)
         if section and self._stored.files and (source := self._stored.files[0].parent).is_dir():
-            before = read_config(source).get("quantization_config", {})
+            before = read_quantization_section(read_config(source))
             if "run_compressed" in before:
                 section["run_compressed"] = before["run_compressed"]
         return config
@@ -233,7 +236,7 @@ class SavePretrained:
                 raise ConfigError(
                     f"{file} no longer exists; pass save_compressed=False to save dense weights"
                 )
-        archive = Archive.of_files(self._stored.files)
+        archive = Archive.from_files(self._stored.files)
         shards = archive.shards()
         for file in self._stored.files:
             is_divisible = len(shards.get(file.name, ())) > 1
@@ -246,7 +249,9 @@ class SavePretrained:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".", dir=folder) as temporary:
             self._save_dense(Path(temporary), state_dict={}, **options)
-            update_config(Path(temporary), lambda config: with_sections_of(config, source))
+            update_config(
+                Path(temporary), lambda config: copy_sections(config, read_config(source))
+            )
             copy_weight_files(source, folder)
             shutil.copytree(temporary, folder, dirs_exist_ok=True)
 
@@ -258,9 +263,7 @@ class SavePretrained:
         section = SparsityConfig(
             sparsity_structure=overall.structure, global_sparsity=round(overall.share, 4)
         )
-        return _update_config(
-            folder, lambda config: {**config, "sparsity_config": section.to_dict()}
-        )
+        return _update_config(folder, lambda config: add_sparsity_section(config, section))
 
 
 def _measure_on_read(source: TensorSource, sparsity: dict[str, Sparsity]) -> TensorSource:
@@ -298,8 +301,8 @@ def _update_config(folder: Path, edit: Callable[[Json], Json]) -> SparsityConfig
 
     def edit_and_record(config: Json) -> Json:
         edited = edit(config)
-        section.update(edited.get("sparsity_config", {}))
+        section.update(read_sparsity_section(edited))
         return edited
 
     update_config(folder, edit_and_record)
-    return parse_section(section) if section else None
+    return parse_sparsity(section) if section else None

@@ -22,7 +22,6 @@ from slimtensors.codecs import Huffman
 from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError
-from slimtensors.folder.config_json import read_config
 from slimtensors.parallel import Each, Workers, serially
 from slimtensors.quantization import QuantizationConfig, Quantized, formats
 from slimtensors.quantization.plans import choose_format
@@ -255,7 +254,7 @@ def reuse_stored(sources: Sequence[TensorSource], files: Sequence[Path]) -> list
     if not files:
         return list(sources)
     try:
-        archive = Archive.of_files(files)
+        archive = Archive.from_files(files)
     except (OSError, FormatError) as error:
         _LOG.warning(
             "weights are encoded again, because the original files cannot be read: %s", error
@@ -276,7 +275,7 @@ def _reuse_if_unchanged(source: TensorSource, archive: Archive) -> TensorSource:
         if not isinstance(x, Tensor) or not (is_compressed or plan.is_lossy):
             return x
         load = archive.load_compressed if is_compressed else archive.load_one
-        return archive.packed(name) if _are_equal(load(name, each), x) else x
+        return archive.read_packed(name) if _are_equal(load(name, each), x) else x
 
     return replace(source, read=read)
 
@@ -320,11 +319,3 @@ def copy_weight_files(source: Path, folder: Path) -> None:
             copied.replace(target)
     for name in stale:
         (folder / name).unlink()
-
-
-def with_sections_of(config: Json, source: Path) -> Json:
-    """Return `config` with the compression sections of the config in `source`, in its order."""
-    before = read_config(source)
-    sections = ("quantization_config", "compression_config", "sparsity_config")
-    merged = config | {key: before[key] for key in sections if key in before}
-    return {key: merged[key] for key in (*before, *merged) if key in merged}

@@ -1,4 +1,4 @@
-"""Dialects: how plans are written into safetensors files, and found in them again."""
+"""Dialects: how plans are represented in safetensors files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors.archive.dialects import compressed_tensors, slim
-from slimtensors.archive.dialects.manifest import KEY, VERSION, FileManifest, is_sealed
-from slimtensors.archive.dialects.member import Member, PackedTensor, PlainMember, StoredEntry
+from slimtensors.archive.dialects.entries import (
+    KEY,
+    VERSION,
+    FileManifest,
+    Member,
+    PackedTensor,
+    PlainMember,
+    StoredEntry,
+    is_sealed,
+)
 from slimtensors.archive.dialects.slim import BlobMember
 from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
@@ -19,33 +27,33 @@ from slimtensors.tensor import Json, Spec
 
 @dataclass(frozen=True)
 class Dialect:
-    """How tensors are written."""
+    """How tensors become entries of a safetensors file."""
 
     name: str
     check: Callable[[str, Spec], None]
-    """Raises, with the tensor's name, when it could never be stored."""
-    packed: Callable[[str, Tensor, Plan | None, Each], PackedTensor]
-    """Turns a tensor in main memory into what goes into a file."""
-    encoded: Callable[[str, Encoded, Each], PackedTensor]
-    """Turns a tensor in encoded form into what goes into a file."""
-    parts: int
-    """The most pieces that one tensor becomes."""
+    """Raises, with the tensor's name, if the dialect cannot store it."""
+    pack: Callable[[str, Tensor, Plan | None, Each], PackedTensor]
+    """Returns the entries of a tensor in main memory."""
+    pack_encoded: Callable[[str, Encoded, Each], PackedTensor]
+    """Returns the entries of a tensor in encoded form."""
+    max_parts: int
+    """Maximum number of entries of one tensor."""
 
 
 _DIALECTS: Mapping[str, Dialect] = {
-    slim.NAME: Dialect(slim.NAME, slim.check, slim.pack_tensor, slim.encoded, parts=1),
+    slim.NAME: Dialect(slim.NAME, slim.check, slim.pack, slim.pack_encoded, max_parts=1),
     compressed_tensors.NAME: Dialect(
         compressed_tensors.NAME,
         compressed_tensors.check,
         compressed_tensors.pack,
         compressed_tensors.pack_encoded,
-        parts=4,
+        max_parts=4,
     ),
 }
 
 
 def names() -> list[str]:
-    """List the dialects."""
+    """Return the names of all dialects."""
     return list(_DIALECTS)
 
 
@@ -58,20 +66,20 @@ def find(name: str) -> Dialect:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a set of files holds."""
+    """The content of a set of files."""
 
     members: dict[str, Member]
-    """The tensors by name; tied names stand for the same member."""
+    """Tensors by name; tied names share one member."""
     tree: Json | None
-    """The outline of a state that is not all tensors."""
+    """Outline of the values that are not tensors."""
     delta: Mapping[str, Any] | None
-    """How the tensors differ from those of a base."""
+    """How tensors differ from a base."""
     owners: Mapping[str, str]
-    """Which tensor each entry of the files belongs to."""
+    """Entry -> tensor it belongs to."""
 
 
 def read_contents(files: Sequence[StoredFile]) -> Contents:
-    """Return what these files hold, whatever dialect wrote them."""
+    """Return the content of these files, written in any dialect or by other libraries."""
     stored: dict[str, StoredEntry] = {}
     blobs: dict[str, bool | None] = {}
     groups: list[compressed_tensors.PartGroup] = []
@@ -82,55 +90,57 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     for file in files:
         entries = file.header.entries
         for name in stored.keys() & entries.keys():
-            raise FormatError(f"{file.name}: {name}: is in another shard too")
-        manifest = _manifest(file)
+            raise FormatError(f"{file.name}: {name}: duplicate tensor, also in another shard")
+        manifest = _read_manifest(file)
         if manifest is None:
-            here = {name: StoredEntry(file, entry, None) for name, entry in entries.items()}
-            unclaimed |= here
+            found = {name: StoredEntry(file, entry, None) for name, entry in entries.items()}
+            unclaimed |= found
             blobs |= dict.fromkeys(entries)
         else:
             pairs = zip(entries.items(), manifest.checksums, strict=True)
-            here = {name: StoredEntry(file, entry, found) for (name, entry), found in pairs}
-            blobs |= {name: found.checksum is None for name, found in here.items()}
-            groups += compressed_tensors.find_own_groups(here, manifest.plans, file.name)
+            found = {name: StoredEntry(file, entry, crc) for (name, entry), crc in pairs}
+            blobs |= {name: entry.checksum is None for name, entry in found.items()}
+            if manifest.plans:
+                groups += compressed_tensors.find_own_groups(found, manifest.plans, file.name)
             tied += [(name, home, file) for name, home in manifest.tied.items()]
             tree = manifest.tree if tree is None else tree
             delta = manifest.delta if delta is None else delta
-        stored |= here
-    groups += compressed_tensors.find_foreign_groups(unclaimed)
-    result = _named(stored, blobs, groups)
+        stored |= found
+    if unclaimed:
+        groups += compressed_tensors.find_foreign_groups(unclaimed)
+    result = _make_members(stored, blobs, groups)
     for name, home, file in tied:
         if home not in result or name in result:
-            raise FormatError(f"{file.name}: {name}: cannot be tied to {home!r}")
+            raise FormatError(f"{file.name}: {name}: invalid tied name, refers to {home!r}")
     owners = {key: key for key in stored} | {
         key: group.name for group in groups for key in group.keys
     }
     return Contents(result | {name: result[home] for name, home, _ in tied}, tree, delta, owners)
 
 
-def _named(
+def _make_members(
     stored: Mapping[str, StoredEntry],
     blobs: Mapping[str, bool | None],
     groups: Sequence[compressed_tensors.PartGroup],
 ) -> dict[str, Member]:
-    """Return whole tensors by name, in the order of what is stored."""
+    """Return the tensors by name, in the order of the entries."""
     owner = {key: group for group in groups for key in group.keys}
     result: dict[str, Member] = {}
     for key, found in stored.items():
         group = owner.get(key)
         name = group.name if group else key
-        member = group.member if group else slim.as_member(found, blob=blobs[key])
+        member = group.member if group else slim.make_member(found, blob=blobs[key])
         if name in result and result[name] is not member:
-            raise FormatError(f"{found.file.name}: {name}: is stored twice, plain or in parts")
+            raise FormatError(f"{found.file.name}: {name}: stored twice, plain and in parts")
         result[name] = member
     return result
 
 
-def _manifest(file: StoredFile) -> FileManifest | None:
+def _read_manifest(file: StoredFile) -> FileManifest | None:
     text = file.header.metadata.get(KEY)
     if text is None:
         if any(map(is_sealed, file.header.metadata.values())):
-            raise CorruptFileError(f"{file.name}: the manifest's name in the metadata is damaged")
+            raise CorruptFileError(f"{file.name}: the metadata key of the manifest is damaged")
         return None
     try:
         manifest = FileManifest.from_text(text, file.text)
@@ -139,7 +149,7 @@ def _manifest(file: StoredFile) -> FileManifest | None:
     if manifest.dialect not in _DIALECTS:
         raise FormatError(f"{file.name}: unknown dialect {manifest.dialect!r}")
     if len(manifest.checksums) != len(file.header.entries):
-        raise CorruptFileError(f"{file.name}: the manifest does not fit the list of tensors")
+        raise CorruptFileError(f"{file.name}: the manifest does not match the list of tensors")
     return manifest
 
 

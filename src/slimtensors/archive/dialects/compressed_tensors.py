@@ -1,6 +1,6 @@
 """The dialect `compressed-tensors`: a sparse tensor is several plain ones with known suffixes.
 
-Written as the releases of compressed-tensors up to 0.14 did, and read back from all of them.
+Written as compressed-tensors up to 0.14 wrote it; files of all releases are readable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimtensors.archive.dialects.member import (
+from slimtensors.archive.dialects.entries import (
     PackedTensor,
     StoredEntry,
     TensorInfo,
@@ -26,13 +26,13 @@ from slimtensors.tensor import Spec, as_bytes, ceil_div, dtype_name, parse_shape
 
 NAME = "compressed-tensors"
 
-_NEEDED = ("compressed", "bitmask", "shape")
+_REQUIRED = ("compressed", "bitmask", "shape")
 _CODECS: Mapping[str, Codec] = {"bitmask": Bitmask(), "bitmask24": Bitmask24()}
 
 
 @dataclass(frozen=True)
 class CodecPacker:
-    """How the output of a codec of a higher layer is stored in this dialect."""
+    """How this dialect stores the output of a codec of a higher layer."""
 
     pack: Callable[[str, Tensor, Any, Each], PackedTensor]
     pack_encoded: Callable[[str, Encoded, Any, Each], PackedTensor]
@@ -42,7 +42,7 @@ _PACKERS: dict[type[Codec], CodecPacker] = {}
 
 
 def register_packer(codec: type[Codec], packer: CodecPacker) -> None:
-    """Let this dialect store what `codec` makes."""
+    """Register how this dialect stores the output of `codec`."""
     _PACKERS[codec] = packer
 
 
@@ -55,29 +55,29 @@ class SparseMember:
 
     @property
     def file(self) -> StoredFile:
-        """Where its values lie."""
+        """File that contains its values."""
         return self.parts["compressed"].file
 
     @property
     def stored_bytes(self) -> int:
-        """All of its parts."""
+        """Bytes of all parts."""
         return sum(part.entry.spec.nbytes for part in self.parts.values())
 
     def spec(self) -> Spec:
-        """Return the dtype of the values, and what the part `shape` says."""
+        """Return the dtype of the values and the shape stored in the part `shape`."""
         part = self.parts["shape"]
         if part.entry.spec.dtype is not torch.int64:
-            raise CorruptFileError(f"a shape is stored as int64, not {part.entry.spec.dtype}")
+            raise CorruptFileError(f"the part 'shape' must be int64, got {part.entry.spec.dtype}")
         sizes = part.read(serially).flatten()  # [n], or [n, 1] for 2:4
         return Spec(self.parts["compressed"].entry.spec.dtype, parse_shape(sizes.tolist()))
 
-    def about(self) -> TensorInfo:
-        """Return the codec; all of this dialect are lossless."""
+    def info(self) -> TensorInfo:
+        """Return how it is stored; always lossless."""
         sizes = {suffix: part.entry.spec.nbytes for suffix, part in self.parts.items()}
         return TensorInfo(self.spec(), Plan(_CODECS[self.codec]), sizes)
 
     def load(self, each: Each) -> Tensor:
-        """Scatter the values; they lie in the mask's order in both sparse formats."""
+        """Scatter the values, which both sparse formats store in the order of the mask."""
         like = self.spec()
         values, mask = self.parts["compressed"], self.parts["bitmask"]
         out = bitmask.scatter(
@@ -89,7 +89,7 @@ class SparseMember:
         )
         for suffix, part in self.parts.items():
             if suffix == "row_offsets":
-                part.read(each)  # not needed, but to be whole it must be right
+                part.read(each)  # not needed for decoding; verifies its checksum
             part.file.release(part.entry)
         return out
 
@@ -99,48 +99,48 @@ class SparseMember:
 
 
 def pack_encoded(name: str, x: Encoded, each: Each) -> PackedTensor:
-    """Return an encoded tensor as it goes into a file."""
+    """Return the entries of an encoded tensor."""
     packer = _PACKERS.get(type(x.codec))
     if packer is not None:
         return packer.pack_encoded(name, x, x.codec, each)
-    raise ConfigError(f"the dialect {NAME!r} cannot store {x.plan}; 'slim' can")
+    raise ConfigError(f"the dialect {NAME!r} cannot store {x.plan}; use 'slim'")
 
 
 def check(name: str, spec: Spec) -> None:
-    """Raise if safetensors has no name for the dtype."""
+    """Raise if safetensors does not support the dtype."""
     if not has_code(spec):
         raise UnsupportedTensorError(
-            f"{name}: safetensors has no {dtype_name(spec.dtype)}; the dialect 'slim' can store it"
+            f"{name}: safetensors does not support {dtype_name(spec.dtype)}; use the dialect 'slim'"
         )
 
 
 def pack(name: str, x: Tensor, plan: Plan | None, each: Each) -> PackedTensor:
-    """Return `x` as it goes into a file, one plain tensor or several."""
+    """Return the entries of `x`: one plain tensor, or one per part."""
     if plan is None:
         return PackedTensor([plain_tensor_bytes(name, x, each)], None, parts={"data": x.nbytes})
     packer = _PACKERS.get(type(plan.codec))
     if packer is not None and not plan.then:
         return packer.pack(name, x, plan.codec, each)
     if plan.then or not isinstance(plan.codec, Bitmask | Bitmask24):
-        raise ConfigError(f"the dialect {NAME!r} cannot express the plan {plan}")
+        raise ConfigError(f"the dialect {NAME!r} does not support the plan {plan}")
     parts = split(x, plan.codec, each)
-    # Largest items first: as aligned as a format without padding allows.
+    # Largest item size first: aligned as well as a format without padding allows.
     order = sorted(parts, key=lambda suffix: -parts[suffix].element_size())
     pieces = [plain_tensor_bytes(f"{name}.{suffix}", parts[suffix], each) for suffix in order]
     return PackedTensor(pieces, plan, parts={suffix: parts[suffix].nbytes for suffix in order})
 
 
 def split(x: Tensor, codec: Bitmask | Bitmask24, each: Each = serially) -> dict[str, Tensor]:
-    """Return the parts of a sparse tensor by their suffixes."""
+    """Return the parts of a sparse tensor by suffix."""
     row = x.shape[-1] if x.dim() else 1
     rows = x.numel() // row if row else 0
-    parts = _parts24(x, row, each) if isinstance(codec, Bitmask24) else _parts(x, row, each)
+    parts = _split24(x, row, each) if isinstance(codec, Bitmask24) else _split_bitmask(x, row, each)
     return parts | {"bitmask": parts["bitmask"].view(rows, -1)}
 
 
 @dataclass(frozen=True, slots=True)
 class PartGroup:
-    """A tensor found in parts: its name, and the stored names that belong to it."""
+    """A tensor stored in parts: its name and the entries that belong to it."""
 
     name: str
     keys: Sequence[str]
@@ -150,43 +150,43 @@ class PartGroup:
 def find_own_groups(
     stored: Mapping[str, StoredEntry], plans: Mapping[str, str], file: str
 ) -> Iterator[PartGroup]:
-    """Yield the tensors of a file that its manifest says are stored in parts."""
+    """Yield the tensors that the manifest of a file lists as stored in parts."""
     for name, codec in plans.items():
-        parts = _parts_of(name, stored)
-        if codec not in _CODECS or not set(_NEEDED) <= parts.keys():
-            raise FormatError(f"{file}: {name}: the parts of codec {codec!r} are not all here")
-        yield _group(name, name, codec, parts)
+        parts = _find_parts(name, stored)
+        if codec not in _CODECS or not set(_REQUIRED) <= parts.keys():
+            raise FormatError(f"{file}: {name}: missing parts of codec {codec!r}")
+        yield _make_group(name, name, codec, parts)
 
 
 def find_foreign_groups(stored: Mapping[str, StoredEntry]) -> Iterator[PartGroup]:
-    """Yield the tensors in files without manifest that have the parts of a sparse tensor."""
+    """Yield the sparse tensors in files without a manifest, recognized by their suffixes."""
     found = {}
     for key in stored:
         prefix, _, last = key.rpartition(".")
-        if last == "bitmask" and set(_NEEDED) <= (parts := _parts_of(prefix, stored)).keys():
+        if last == "bitmask" and set(_REQUIRED) <= (parts := _find_parts(prefix, stored)).keys():
             found[prefix] = parts
-    # Up to 0.8 every tensor was stored so, as module.weight.bitmask and module.bias.bitmask; later
-    # only weights were, as module.bitmask.
+    # Up to 0.8 all tensors were sparse, as module.weight.bitmask and module.bias.bitmask; later
+    # only weights, as module.bitmask.
     full_names = any(prefix.rpartition(".")[2] in ("weight", "bias") for prefix in found)
     for prefix, parts in found.items():
         codec = "bitmask24" if len(parts["compressed"].entry.spec.shape) == 2 else "bitmask"
-        yield _group(prefix if full_names else f"{prefix}.weight", prefix, codec, parts)
+        yield _make_group(prefix if full_names else f"{prefix}.weight", prefix, codec, parts)
 
 
-def _parts_of(prefix: str, stored: Mapping[str, StoredEntry]) -> dict[str, StoredEntry]:
-    keys = {suffix: f"{prefix}.{suffix}" for suffix in (*_NEEDED, "row_offsets")}
+def _find_parts(prefix: str, stored: Mapping[str, StoredEntry]) -> dict[str, StoredEntry]:
+    keys = {suffix: f"{prefix}.{suffix}" for suffix in (*_REQUIRED, "row_offsets")}
     return {suffix: stored[key] for suffix, key in keys.items() if key in stored}
 
 
-def _group(name: str, prefix: str, codec: str, parts: Mapping[str, StoredEntry]) -> PartGroup:
+def _make_group(name: str, prefix: str, codec: str, parts: Mapping[str, StoredEntry]) -> PartGroup:
     return PartGroup(name, [f"{prefix}.{suffix}" for suffix in parts], SparseMember(codec, parts))
 
 
-def _parts(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
+def _split_bitmask(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
     items = as_bytes(x)
     mask, counts = bitmask.find_nonzero(items, x.element_size(), row, each)
     values = bitmask.gather(items, x.element_size(), row, mask, counts, each)
-    per_row = _row_counts(mask, ceil_div(row, 8))
+    per_row = _count_per_row(mask, ceil_div(row, 8))
     return {
         "shape": torch.tensor(x.shape, dtype=torch.int64),
         "row_offsets": per_row.cumsum(0) - per_row,
@@ -195,7 +195,7 @@ def _parts(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
     }
 
 
-def _parts24(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
+def _split24(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
     mask, values = bitmask24.select(x, row, each)
     return {
         "shape": torch.tensor(x.shape, dtype=torch.int64).view(-1, 1),
@@ -204,7 +204,7 @@ def _parts24(x: Tensor, row: int, each: Each) -> dict[str, Tensor]:
     }
 
 
-def _row_counts(mask: Tensor, width: int) -> Tensor:
+def _count_per_row(mask: Tensor, width: int) -> Tensor:
     table = mask.view(-1, width).numpy()
     if width % 8 == 0:
         table = table.view(np.uint64)  # eight times fewer additions

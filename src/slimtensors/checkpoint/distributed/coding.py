@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from slimtensors.archive.delta import lossless_only
-from slimtensors.archive.write import given, write
+from slimtensors.archive.delta import require_lossless
+from slimtensors.archive.write import WriteOptions, source_from_tensors, write
 from slimtensors.checkpoint.coding import Decay, StateEncoder, compute_decay
 from slimtensors.checkpoint.distributed.pieces import (
     PREFIX,
@@ -88,15 +88,16 @@ def write_rank_file(
     errors: Mapping[str, float] = {}
     kept_exact: Mapping[str, str] = {}
     if options.is_plain:
-        source = given(state.tensors, state.tree)
+        source = source_from_tensors(state.tensors, state.tree)
         choose = _restrict_to_pieces(choose, by_name)
     else:
         encoder = _make_encoder(state, by_name, full_state, options)
         source = encoder.build_source(state.tree)
         errors, kept_exact = encoder.errors, encoder.kept_exact
-        choose = lossless_only(choose)
+        choose = require_lossless(choose)
     path = assignment.folder / format_file_name(assignment.rank)
-    summary = write(source, path, preset=choose, dialect="slim", threads=options.threads)
+    writing = WriteOptions(preset=choose, threads=options.threads)
+    summary = write(source, path, writing).summary()
     measured = {t.name: t.error for t in summary.tensors if t.error is not None}
     return RankFileInfo(
         path.name,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive, Verification
-from slimtensors.archive.delta import lossless_only
+from slimtensors.archive.delta import require_lossless
 from slimtensors.archive.summary import Summary, TensorSummary
-from slimtensors.archive.write import ArchiveSource, TensorSource, write
+from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.checkpoint.distributed.manifest import (
     DistributedManifest,
     StoredChunk,
@@ -36,8 +36,13 @@ from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
 from slimtensors.codecs.statistics import Sparsity
 from slimtensors.errors import ConfigError, FormatError, MismatchError
-from slimtensors.folder.compress import described, measuring, without_section
-from slimtensors.folder.config_json import CONFIG, updated_config
+from slimtensors.folder.compress import record_sparsity
+from slimtensors.folder.config_json import (
+    CONFIG,
+    describe_compression,
+    edit_config_text,
+    remove_compression,
+)
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder
@@ -75,21 +80,21 @@ def consolidate(
     statistics: dict[str, Sparsity] = {}
     preset_name = preset if isinstance(preset, str) else "lossless"
     with create_folder(target) as folder:
-        summary = write(
-            ArchiveSource(items),
-            folder,
-            preset=measuring(presets.find(preset), statistics),
-            dialect="slim",
+        options = WriteOptions(
+            preset=record_sparsity(presets.find(preset), statistics),
             max_shard_size=max_shard_size,
             threads=threads,
         )
+        summary = write(ArchiveSource(items), folder, options).summary()
 
         def edit(data: Json) -> Json:
-            plain = without_section(data)
-            return described(plain, summary, statistics, preset=preset_name, dialect="slim")
+            plain = remove_compression(data)
+            return describe_compression(
+                plain, summary, statistics, preset=preset_name, dialect="slim"
+            )
 
         if config is not None:
-            (folder / CONFIG).write_bytes(updated_config(local_path(config).read_bytes(), edit))
+            (folder / CONFIG).write_bytes(edit_config_text(local_path(config).read_bytes(), edit))
     return replace(
         summary, files=[str(local_path(target) / Path(file).name) for file in summary.files]
     )
@@ -114,16 +119,16 @@ def distribute(
         >>> summary = save({"weight": torch.ones(64, 64)}, "weights.safetensors")
         >>> distribute("weights.safetensors", "distributed")
     """
-    choose = lossless_only(presets.find(preset))
+    choose = require_lossless(presets.find(preset))
     archive = Archive(path)
-    archive.check_whole()
+    archive.check_not_delta()
     pending = PendingFolder(target, overwrite=overwrite)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, int] = {}
     for rank, names in enumerate(archive.shards().values()):
         file = pending.path / format_file_name(rank)
         source = _build_rank_source(archive, names, key, pending.run, rank)
-        write(source, file, preset=choose, dialect="slim", threads=threads)
+        write(source, file, WriteOptions(preset=choose, threads=threads))
         files[file.name] = file.stat().st_size
         for name in names:
             spec = archive.spec(name)

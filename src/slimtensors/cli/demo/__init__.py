@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from slimtensors.archive.summary import count_noun, format_bytes, table
+from slimtensors.archive.summary import count_noun, format_bytes, format_table
 from slimtensors.cli import console
 from slimtensors.cli.demo.methods import import_transformers
 from slimtensors.cli.demo.run import Callbacks, DemoResult, Options, run_demo
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 def _table(result: DemoResult) -> str:
     rows = [_row(variant) for variant in result.report.variants]
     rows += [_run_row(run) for run in result.runs]
-    return table(_HEAD, rows, left=1)
+    return format_table(_HEAD, rows, left=1)
 
 
 def _row(variant: Variant) -> tuple[str, ...]:

@@ -216,7 +216,7 @@ def _check_model(folder: StrPath) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder (config.json not found)")
     with Archive(folder) as archive:
-        archive.check_whole()
+        archive.check_not_delta()
 
 
 def _check_space(options: Options) -> None:
