@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slimtensors.archive import load, save
-from slimtensors.checkpoint import Point, points
+from slimtensors.checkpoint import Point, list_checkpoints
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.layerwise.allocation import fitting_layers
 from slimtensors.layerwise.report import LayerReport
@@ -326,4 +326,4 @@ def _check_same_recipe(home: Path, recipe: Recipe) -> None:
 
 
 def _list_points(folder: Path) -> list[Point]:
-    return list(points(folder)) if folder.is_dir() else []
+    return list(list_checkpoints(folder)) if folder.is_dir() else []
