@@ -6,8 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from hf.tiny import llama
 from safetensors.torch import save_file
+from tiny_models import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hf.tiny import bert, mixtral, same_weights
+from tiny_models import bert, mixtral, same_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (

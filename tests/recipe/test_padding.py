@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from hf.tiny import MODELS, bert, llama, mixtral, same_weights
+from tiny_models import MODELS, bert, llama, mixtral, same_weights
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM

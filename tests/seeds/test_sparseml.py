@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf.tiny import TOKENS, llama, pruned, same_weights
+from tiny_models import TOKENS, llama, pruned, same_weights
 from transformers import AutoModelForCausalLM
 
 import slimtensors

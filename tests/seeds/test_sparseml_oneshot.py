@@ -1,7 +1,7 @@
 """`oneshot` of sparseml's note on compressed safetensors: compressed folders in, and out."""
 
 import torch
-from hf.tiny import llama, same_weights
+from tiny_models import llama, same_weights
 
 import slimtensors
 from slimtensors.transformers.auto import SparseAutoModelForCausalLM

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hf.tiny import llama
+from tiny_models import llama
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

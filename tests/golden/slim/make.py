@@ -2,7 +2,7 @@
 
     python tests/golden/slim/make.py tests/golden/slim/1
 
-The files here were made once and are never rewritten: `tests/unit/test_golden.py` checks that they
+The files here were made once and are never rewritten: `tests/codecs/test_golden.py` checks that they
 load, and that today's library still writes the same bytes. A new format version gets new files.
 """
 
