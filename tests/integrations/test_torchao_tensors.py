@@ -16,7 +16,7 @@ from slimtensors.quantization import (
 )
 from slimtensors.runtime import QuantizedTensor
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 torchao = pytest.importorskip("torchao", exc_type=ImportError)
 
 

@@ -26,6 +26,7 @@ from slimtensors.quantization.scheme import PRESETS
 theirs = pytest.importorskip("compressed_tensors.quantization")
 
 pytestmark = [
+    pytest.mark.interop,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # of packages that are not ours
 ]

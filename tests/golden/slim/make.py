@@ -2,8 +2,8 @@
 
     python tests/golden/slim/make.py tests/golden/slim/1
 
-The files here were made once and are never rewritten: `tests/codecs/test_golden.py` checks that they
-load, and that today's library still writes the same bytes. A new format version gets new files.
+The files here were made once and are never rewritten: `tests/codecs/test_golden.py` checks that
+they load, and that today's library still writes the same bytes. A new version gets new files.
 """
 
 import sys
