@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import slimtensors
-from slimtensors.compat.formats import load_compressed, save_compressed
+from slimtensors.compat.sparse_formats import load_compressed, save_compressed
 from slimtensors.folder.config_json import BitmaskConfig
 
 torch.manual_seed(0)

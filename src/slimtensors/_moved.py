@@ -16,7 +16,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "delta": ("archive.delta",),
     "delta_folder": ("folder.delta",),
     "distributed": ("checkpoint.distributed",),
-    "formats": ("compat.formats",),
+    "formats": ("compat.sparse_formats",),
     "integrations.trainer": ("transformers.trainer",),
     "integrations.training": ("transformers",),
     "integrations.transformers": ("transformers",),

@@ -23,7 +23,7 @@ from slimtensors.checkpoint import (
     save_checkpoint,
     verify_run,
 )
-from slimtensors.checkpoint.entry import (
+from slimtensors.checkpoint.tensor_entry import (
     TensorEntry,
     make_noise,
     multiply_steps,

@@ -4,7 +4,8 @@ import doctest
 
 import pytest
 
-from slimtensors.checkpoint import loop, policy, state, store
+from slimtensors.checkpoint import loop, state, store
+from slimtensors.checkpoint import profiles as policy
 from slimtensors.checkpoint.distributed import folders, reader, writer
 
 

@@ -13,8 +13,8 @@ from slimtensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from slimtensors.quantization.plans import find_group, make_disjoint
 from slimtensors.quantization.scheme import PRESETS
+from slimtensors.quantization.targets import find_group, make_disjoint
 
 LINEAR = ["Linear", "Module"]
 

@@ -48,7 +48,7 @@ def test_saving_and_loading_compressed_tensors():
 
     from torch import Tensor
 
-    from slimtensors.compat.formats import load_compressed, save_compressed
+    from slimtensors.compat.sparse_formats import load_compressed, save_compressed
     from slimtensors.folder.config_json import BitmaskConfig
 
     # the example BitmaskConfig method efficiently compresses
@@ -82,7 +82,7 @@ def test_saving_and_loading_compressed_models(pruned_model):
     from transformers import AutoModelForCausalLM
 
     from slimtensors.compat import save_compressed_model
-    from slimtensors.compat.formats import load_compressed
+    from slimtensors.compat.sparse_formats import load_compressed
     from slimtensors.folder.config_json import BitmaskConfig
 
     model_name = pruned_model

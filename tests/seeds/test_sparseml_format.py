@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from strategies import same_bits
 
 from slimtensors.cli import main
-from slimtensors.compat.formats import load_compressed, save_compressed
+from slimtensors.compat.sparse_formats import load_compressed, save_compressed
 from slimtensors.folder.config_json import BitmaskConfig, SparsityConfig
 
 ROWS, COLUMNS = 24, 61

@@ -31,8 +31,8 @@ from slimtensors.recipe import (
 from slimtensors.recipe.training import divergence
 from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 from slimtensors.transformers.data import Examples, calibration_batches
-from slimtensors.transformers.stage import DistillationTrainer
 from slimtensors.transformers.train import train
+from slimtensors.transformers.training_stage import DistillationTrainer
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "recipe-report.json"
 MLP = ["re:.*mlp"]

@@ -1,7 +1,7 @@
 """Training checkpoints: small, bit-exact to resume, crash-safe."""
 
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
-from slimtensors.checkpoint.policy import PROFILES, Filter, Profile, StateTensorInfo
+from slimtensors.checkpoint.profiles import PROFILES, Filter, Profile, StateTensorInfo
 from slimtensors.checkpoint.run import (
     Point,
     RunVerification,

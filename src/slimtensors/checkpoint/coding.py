@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slimtensors.archive.delta import estimate_bytes, tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_tensors
-from slimtensors.checkpoint.entry import (
+from slimtensors.checkpoint.profiles import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo
+from slimtensors.checkpoint.tensor_entry import (
     GROUPED,
     ROOTS,
     SAME,
@@ -22,7 +23,6 @@ from slimtensors.checkpoint.entry import (
     round_mantissa,
     round_to_steps,
 )
-from slimtensors.checkpoint.policy import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo
 from slimtensors.codecs import Huffman, IntBlocks, presets
 from slimtensors.codecs.integer import find_largest
 from slimtensors.codecs.plan import chain

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slimtensors.archive.tree import flatten
 from slimtensors.archive.write import memory_key
-from slimtensors.checkpoint.policy import Profile, find_profile
+from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     Point,
     Retention,

@@ -16,8 +16,7 @@ from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
 from slimtensors.archive.write import ArchiveSource, WriteOptions, source_from_tensors, write
 from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
-from slimtensors.checkpoint.entry import WHOLE, TensorFile
-from slimtensors.checkpoint.policy import (
+from slimtensors.checkpoint.profiles import (
     WEIGHT_MATRICES,
     Filter,
     Profile,
@@ -25,6 +24,7 @@ from slimtensors.checkpoint.policy import (
     find_profile,
     select_tensors,
 )
+from slimtensors.checkpoint.tensor_entry import WHOLE, TensorFile
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import (
     ConfigError,

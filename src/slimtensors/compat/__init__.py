@@ -2,7 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from slimtensors.compat.formats import load_compressed, save_compressed, save_compressed_model
+from slimtensors.compat.sparse_formats import (
+    load_compressed,
+    save_compressed,
+    save_compressed_model,
+)
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 
 if TYPE_CHECKING:

@@ -42,13 +42,13 @@ from slimtensors.quantization import (
     Quantized,
     formats,
 )
-from slimtensors.quantization.plans import choose_format
 from slimtensors.quantization.state_dict import (
     find_scheme,
     find_stored_layers,
     is_quantization_part,
     join_name,
 )
+from slimtensors.quantization.targets import choose_format
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, Spec, dtype_name
 

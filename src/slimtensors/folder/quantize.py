@@ -42,7 +42,7 @@ from slimtensors.quantization.layers import (
     is_expert_stack,
     is_linear_name,
 )
-from slimtensors.quantization.plans import choose_format, find_group, make_disjoint, matches_any
+from slimtensors.quantization.targets import choose_format, find_group, make_disjoint, matches_any
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, Spec
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from slimtensors.checkpoint import Point, list_checkpoints, load_checkpoint
-from slimtensors.checkpoint.policy import Profile, find_profile
+from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import choose_base, count_since_keyframe, include_bases
 from slimtensors.checkpoint.store import FlatState, SaveOptions, save_state
 from slimtensors.errors import ConfigError

@@ -15,7 +15,7 @@ from slimtensors.layerwise.engine import (
 from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
 from slimtensors.layerwise.structure import Structure
 from slimtensors.quantization.layers import list_class_names, list_weights
-from slimtensors.quantization.plans import matches_any, rank_target
+from slimtensors.quantization.targets import matches_any, rank_target
 
 Shares = dict[str, float]
 """Share of zeros by layer name."""

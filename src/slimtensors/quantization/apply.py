@@ -6,7 +6,6 @@ from torch import nn
 
 from slimtensors.errors import ConfigError, StatusError
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.plans import Layer, find_layers
 from slimtensors.quantization.state import (
     Quantization,
     Report,
@@ -15,6 +14,7 @@ from slimtensors.quantization.state import (
     get_quantization,
     remove_hooks,
 )
+from slimtensors.quantization.targets import Layer, find_layers
 
 
 def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> Report:

@@ -18,15 +18,15 @@ from slimtensors.quantization.apply import apply_quantization_config
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.layers import list_class_names, list_weights
-from slimtensors.quantization.plans import (
+from slimtensors.quantization.scheme import QuantizationScheme
+from slimtensors.quantization.state import Quantization, Report, get_quantization, select_parts
+from slimtensors.quantization.targets import (
     KV_CACHE,
     choose_format,
     find_group,
     make_disjoint,
     matches_any,
 )
-from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Quantization, Report, get_quantization, select_parts
 
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)

@@ -15,10 +15,10 @@ from slimtensors.errors import ConfigError, MismatchError, SlimError
 from slimtensors.layerwise.allocation import unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.smoothing import find_norms
-from slimtensors.quantization import QuantizationConfig, plans
+from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.layers import list_class_names
-from slimtensors.quantization.plans import matches_any
 from slimtensors.quantization.state import Report as QuantizationReport
+from slimtensors.quantization.targets import matches_any
 from slimtensors.recipe.calibration import Batch
 from slimtensors.recipe.modifiers import (
     AWQ,
@@ -122,7 +122,7 @@ def check_targets(recipe: Recipe, model: nn.Module) -> None:
     for modifier in recipe.modifiers:
         try:
             if isinstance(modifier, QuantizationModifier):
-                plans.find_layers(model, config_for(model, modifier), _SilentReport())
+                targets.find_layers(model, config_for(model, modifier), _SilentReport())
             if isinstance(modifier, PruningModifier):
                 _find_layers(model, modifier)
             elif isinstance(modifier, ConstantPruning):

@@ -21,13 +21,13 @@ from slimtensors.folder.config_json import (
 )
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.quantization.plans import choose_format
 from slimtensors.quantization.state_dict import (
     decompress_weight,
     find_scheme,
     find_stored_layers,
     join_name,
 )
+from slimtensors.quantization.targets import choose_format
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, dtype_name
 

@@ -18,8 +18,8 @@ from slimtensors.runtime.convert import (
     sparse_weight,
 )
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor
+from slimtensors.runtime.serialization import from_module
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
-from slimtensors.runtime.stored import from_module
 
 __all__ = [
     "CodedTensor",

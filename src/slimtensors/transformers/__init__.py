@@ -25,8 +25,8 @@ from slimtensors.transformers.loading import SlimConfig, SlimQuantizer
 from slimtensors.transformers.memory import measure_memory
 from slimtensors.transformers.oneshot import oneshot
 from slimtensors.transformers.saving import enable
-from slimtensors.transformers.stage import TrainedStage
 from slimtensors.transformers.train import TrainingReport, train
+from slimtensors.transformers.training_stage import TrainedStage
 
 __all__ = [
     "Calibration",

@@ -15,7 +15,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions,
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
-from slimtensors.compat.formats import preset_of
+from slimtensors.compat.sparse_formats import preset_of
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
     SparsityConfig,
@@ -31,7 +31,7 @@ from slimtensors.folder.config_json import (
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor, CsrTensor
-from slimtensors.runtime.stored import to_encoded
+from slimtensors.runtime.serialization import to_encoded
 from slimtensors.storage import INDEX, StrPath, local_path, note_parameters, parse_size
 from slimtensors.tensor import Json
 from slimtensors.transformers.weights import (

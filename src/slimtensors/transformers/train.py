@@ -25,7 +25,12 @@ from slimtensors.storage import SINGLE, StrPath, local_path, write_json
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import calibration_batches, load_examples
 from slimtensors.transformers.oneshot import save_model
-from slimtensors.transformers.stage import ResumePoint, TrainedStage, TrainingSetup, train_stage
+from slimtensors.transformers.training_stage import (
+    ResumePoint,
+    TrainedStage,
+    TrainingSetup,
+    train_stage,
+)
 
 _CHECKPOINTS = "checkpoints"
 """Subfolder of the output folder that contains one folder of checkpoints per stage."""

@@ -13,7 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from slimtensors.checkpoint import load_checkpoint
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
-from slimtensors.checkpoint.policy import Profile, find_profile
+from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import Retention
 from slimtensors.checkpoint.state import Stateful, restore_rng
 from slimtensors.errors import ConfigError, MismatchError

@@ -24,7 +24,6 @@ from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError
 from slimtensors.parallel import Each, Workers, serially
 from slimtensors.quantization import QuantizationConfig, Quantized, formats
-from slimtensors.quantization.plans import choose_format
 from slimtensors.quantization.state_dict import (
     decompress_weight,
     find_scheme,
@@ -33,6 +32,7 @@ from slimtensors.quantization.state_dict import (
     is_stored_dense,
     join_name,
 )
+from slimtensors.quantization.targets import choose_format
 from slimtensors.runtime import CompressedTensor, from_module
 from slimtensors.storage import LocalLocation, find_model_files, weight_files
 from slimtensors.tensor import Json, Spec, bitwise_equal, check_storable, to_cpu

@@ -20,7 +20,7 @@ from slimtensors.codecs.bitmask24 import Bitmask24
 from slimtensors.codecs.dense import Dense
 from slimtensors.codecs.plan import Plan, chain
 from slimtensors.quantization import Quantized
-from slimtensors.runtime.stored import DynamicInputs
+from slimtensors.runtime.serialization import DynamicInputs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint16]
 STRANGE = [torch.complex128, torch.complex32, torch.bits16, torch.int4, torch.float4_e2m1fn_x2]

@@ -22,7 +22,7 @@ from slimtensors.checkpoint.distributed.pieces import (
     format_offset,
 )
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.checkpoint.policy import OTHER, WEIGHTS, Filter, Profile, StateTensorInfo
+from slimtensors.checkpoint.profiles import OTHER, WEIGHTS, Filter, Profile, StateTensorInfo
 from slimtensors.checkpoint.store import FlatState
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan

@@ -29,7 +29,7 @@ from slimtensors.checkpoint.distributed.pieces import (
     parse_rank_outline,
     split_box,
 )
-from slimtensors.checkpoint.entry import TensorFile
+from slimtensors.checkpoint.tensor_entry import TensorFile
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
 from slimtensors.parallel import Each, Workers, serially
 from slimtensors.storage import StrPath, is_distributed, local_path

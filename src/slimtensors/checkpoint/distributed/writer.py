@@ -37,7 +37,7 @@ from slimtensors.checkpoint.distributed.manifest import (
 )
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, Piece, split_box
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.checkpoint.policy import (
+from slimtensors.checkpoint.profiles import (
     Filter,
     Profile,
     StateTensorInfo,
