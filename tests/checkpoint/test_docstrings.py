@@ -4,14 +4,13 @@ import doctest
 
 import pytest
 
-from slimtensors.checkpoint import loop, state, store
-from slimtensors.checkpoint import profiles as policy
+from slimtensors.checkpoint import loop, profiles, state, store
 from slimtensors.checkpoint.distributed import folders, reader, writer
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    "module", [state, policy, store, loop, writer, reader, folders], ids=lambda m: m.__name__
+    "module", [state, profiles, store, loop, writer, reader, folders], ids=lambda m: m.__name__
 )
 def test_examples_in_docstrings_run(module, tmp_path, monkeypatch):
     import torch

@@ -45,9 +45,9 @@ def model_card(summary: Summary, listing: str, config: Json) -> str:
         kinds[tensor.codec.partition("(")[0]].append(tensor)
     rows = [_card_row(kind, tensors) for kind, tensors in sorted(kinds.items()) if kind != "tied"]
     every = _card_row("total", [t for t in summary.tensors if t.codec != "tied"])
-    format_table = format_markdown(_CARD_HEAD, [*rows, every], left=1)
+    table = format_markdown(_CARD_HEAD, [*rows, every], left=1)
     folded = f"<details><summary>Every tensor</summary>\n\n{listing}\n\n</details>"
-    return f"{_front_matter(config)}\n\n{format_table}\n\n{folded}"
+    return f"{_front_matter(config)}\n\n{table}\n\n{folded}"
 
 
 def _front_matter(config: Json) -> str:

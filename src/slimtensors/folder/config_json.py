@@ -20,7 +20,7 @@ from slimtensors.codecs.statistics import Sparsity, merge
 from slimtensors.errors import ConfigError, nearest
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.storage import Location, StrPath, locate, weight_files, write_json
-from slimtensors.tensor import Json, find_dtype
+from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
 METHOD = "slimtensors"
@@ -162,6 +162,19 @@ def describe_compression(
     config = add_section(config, section)
     is_sparse = bool(kinds & {"bitmask", "bitmask24"})
     return add_sparsity_section(config, sparsity_config) if is_sparse else config
+
+
+def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
+    """Return `config` with a section for quantized weights in the dialect `slim`."""
+    items = sum(tensor.items for tensor in summary.tensors)
+    section = {
+        "quant_method": METHOD,
+        "version": VERSION,
+        "preset": "lossless",
+        "dtype": dtype_name(dtype),
+        "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
+    }
+    return replace_sections(config, section)
 
 
 def remove_compression(config: Json) -> Json:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
-from slimtensors.archive.dialects import VERSION
 from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
@@ -22,8 +21,7 @@ from slimtensors.folder.compress import compress_with, decompress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     CONFIG,
-    METHOD,
-    add_section,
+    describe_codes,
     parse_quantization,
     read_config,
     read_dtype,
@@ -50,7 +48,7 @@ from slimtensors.quantization.state_dict import (
 )
 from slimtensors.quantization.targets import choose_format
 from slimtensors.storage import StrPath
-from slimtensors.tensor import Json, Spec, dtype_name
+from slimtensors.tensor import Json, Spec
 
 _LOG = logging.getLogger(__name__)
 
@@ -119,19 +117,6 @@ def check_config(config: Json, source: StrPath) -> None:
     """Raise if there is no `config.json`, which the dialect `compressed-tensors` requires."""
     if not config:
         raise ConfigError(f"{source}: {CONFIG} not found, which {COMPRESSED_TENSORS} needs")
-
-
-def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
-    """Return `config.json` for quantized weights in the dialect slim."""
-    items = sum(tensor.items for tensor in summary.tensors)
-    section = {
-        "quant_method": METHOD,
-        "version": VERSION,
-        "preset": "lossless",
-        "dtype": dtype_name(dtype),
-        "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
-    }
-    return add_section(remove_sections(config), section)
 
 
 def main_dtype(archive: Archive) -> torch.dtype:

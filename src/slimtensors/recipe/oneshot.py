@@ -15,7 +15,7 @@ from slimtensors.errors import ConfigError, MismatchError, SlimError
 from slimtensors.layerwise.allocation import unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.smoothing import find_norms
-from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantization import QuantizationConfig, targets
 from slimtensors.quantization.layers import list_class_names
 from slimtensors.quantization.state import Report as QuantizationReport
 from slimtensors.quantization.targets import matches_any

@@ -14,6 +14,7 @@ from torch import nn
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
+    METHOD,
     is_sparse_only,
     parse_quantization,
     read_dtype,
@@ -23,7 +24,6 @@ from slimtensors.folder.config_json import (
 from slimtensors.runtime import CompressedTensor
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, dtype_name
-from slimtensors.transformers.loading import METHOD
 from slimtensors.transformers.saving import enable, is_enabled
 from slimtensors.transformers.weights import QUANTIZED
 

@@ -11,22 +11,23 @@ from torch import nn
 
 from slimtensors.archive import Archive
 from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, WriteOptions, as_source, write
+from slimtensors.archive.write import ArchiveSource, as_source, write
 from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
+    describe_codes,
     read_config,
     read_dtype,
     replace_sections,
 )
-from slimtensors.folder.convert import SLIM, describe_codes, main_dtype
+from slimtensors.folder.convert import SLIM, main_dtype
 from slimtensors.folder.job import replace_weights
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
-from slimtensors.storage import INDEX, SINGLE, StrPath, locate, note_parameters
+from slimtensors.storage import INDEX, SINGLE, StrPath, note_parameters
 from slimtensors.tensor import Json
 from slimtensors.transformers.auto import find_model_class
 from slimtensors.transformers.weights import encode_layers
@@ -74,7 +75,7 @@ def calibrate_folder(
     data = Data.of(dataset)  # raises for missing data before the model is loaded
     model, tokenizer = _load(source, dtype)
     with Archive(source, storage_options=options.storage_options) as archive:
-        stored_dtype = main_dtype(archive)
+        location, stored_dtype = archive.location, main_dtype(archive)
     if dtype is not None:
         config = _set_scale_dtype(config, stored_dtype)
     batches, notes = batches_for(model, data, settings, tokenizer=tokenizer)
@@ -88,21 +89,14 @@ def calibrate_folder(
     tensors = as_source(state)
     preset = presets.dense
     if dialect == SLIM:
-        source_config = read_config(locate(source, storage_options=options.storage_options))
-        stored_dtype = read_dtype(source_config) or stored_dtype
+        stored_dtype = read_dtype(read_config(location)) or stored_dtype
         tensors = ArchiveSource(encode_layers(tensors.items, section, stored_dtype), tensors.tied)
         preset = presets.lossless
 
     def put(folder: Path) -> Summary:
-        # The dialect slim stores the parts of compressed-tensors as plain tensors.
-        writing = WriteOptions(
-            preset=preset,
-            max_shard_size=options.max_shard_size,
-            threads=options.threads,
-            progress=options.progress,
-        )
         path = folder if options.max_shard_size is not None else folder / SINGLE
-        summary = write(tensors, path, writing).summary()
+        # The dialect slim stores the parts of compressed-tensors as plain tensors.
+        summary = write(tensors, path, options.with_preset(preset)).summary()
         if dialect == SLIM:
             note_parameters(folder / INDEX, summary.items)
         return summary
@@ -112,7 +106,6 @@ def calibrate_folder(
             return describe_codes(config, summary, stored_dtype)
         return replace_sections(config, section)
 
-    location = locate(source, storage_options=options.storage_options)
     return replace_weights(location, target, put, edit, sources=[source], options=options)
 
 

@@ -36,16 +36,13 @@ from slimtensors.errors import (
     UnsupportedVersionError,
     nearest,
 )
-from slimtensors.folder.config_json import COMPRESSED_TENSORS, parse_quantization
+from slimtensors.folder.config_json import COMPRESSED_TENSORS, METHOD, parse_quantization
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
 from slimtensors.tensor import Json, find_dtype
 from slimtensors.transformers.saving import StoredWeights, attach_saver
 from slimtensors.transformers.weights import QUANTIZED, QuantizedArchive
-
-METHOD = "slimtensors"
-"""The `quant_method` in `config.json`."""
 
 _ANY = "^(.+)$"
 

@@ -16,8 +16,12 @@ from slimtensors.archive.write import ArchiveSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.errors import ConfigError
-from slimtensors.folder.config_json import read_config, read_quantization_section, update_config
-from slimtensors.folder.convert import describe_codes
+from slimtensors.folder.config_json import (
+    describe_codes,
+    read_config,
+    read_quantization_section,
+    update_config,
+)
 from slimtensors.layerwise.engine import Progress
 from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.layerwise.report import LayerReport

@@ -98,7 +98,7 @@ def encode_layers(
         section: their `quantization_config`.
         dtype: dtype of the weights after decoding.
     """
-    config = QuantizationConfig.from_dict({"quantization_config": section})
+    config = QuantizationConfig.from_dict(section)
     by_name = {source.name: source for source in sources}
     layers = find_stored_layers(set(by_name))
     encoded: list[TensorSource] = []

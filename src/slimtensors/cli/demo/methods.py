@@ -14,7 +14,7 @@ from slimtensors.archive import Archive
 from slimtensors.cli.demo.training import LENGTH, excerpt
 from slimtensors.errors import ConfigError, MissingDependencyError
 from slimtensors.folder.compress import compress_folder
-from slimtensors.folder.config_json import read_config
+from slimtensors.folder.config_json import read_config, read_quantization_section
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.layerwise.allocation import find_layers
 from slimtensors.layerwise.prune import SparseGPT, prune_model
@@ -149,7 +149,7 @@ class Evaluator:
         model_class = find_class(config.get("architectures") or [])
         if model_class is None:
             raise ConfigError(f"{folder}: config.json names no transformers class (architectures)")
-        section = config.get("quantization_config") or {}
+        section = read_quantization_section(config)
         if section.get("quant_method", "slimtensors") != "slimtensors":
             raise ConfigError(f"{folder} is already quantized; the demo requires dense weights")
         try:
