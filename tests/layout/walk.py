@@ -50,10 +50,11 @@ def tiny_llama(folder):
 
 
 def main():
-    import slimtensors.transformers
+    from slimtensors import load, save
     from slimtensors.checkpoint import build_checkpoint, load_checkpoint, save_checkpoint
     from slimtensors.cli import main as command
     from slimtensors.recipe import GPTQ, SparseGPT
+    from slimtensors.transformers import oneshot
 
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -68,8 +69,8 @@ def main():
         compress = ["compress", str(work / "model"), "-o", str(work / "small")]
         batches = [{"input_ids": torch.randint(0, 256, (4, 64))} for _ in range(4)]
         calls = {
-            "save": lambda: slimtensors.save(tensors, work / "x.safetensors"),
-            "load": lambda: slimtensors.load(work / "x.safetensors"),
+            "save": lambda: save(tensors, work / "x.safetensors"),
+            "load": lambda: load(work / "x.safetensors"),
             "compress FOLDER": lambda: command(compress),
             "save_checkpoint": lambda: save_checkpoint(state, work / "one"),
             "save_checkpoint, delta": lambda: save_checkpoint(
@@ -77,7 +78,7 @@ def main():
             ),
             "load_checkpoint": lambda: load_checkpoint(work / "two"),
             "from_pretrained": lambda: load_pretrained(work / "small"),
-            "oneshot": lambda: slimtensors.transformers.oneshot(
+            "oneshot": lambda: oneshot(
                 model=str(work / "model"),
                 recipe=[SparseGPT(mask_structure="2:4"), GPTQ("W4A16")],
                 dataset=batches,
