@@ -76,7 +76,7 @@ def test_training_does_not_change_a_restored_checkpoint(tmp_path):
 
 
 def test_an_unsupported_value_raises_with_its_path(tmp_path):
-    with pytest.raises(UnsupportedTensorError, match=r"optimizer\.hook: a .*function"):
+    with pytest.raises(UnsupportedTensorError, match=r"optimizer\.hook: .*function"):
         save_checkpoint({"optimizer": {"hook": lambda: None}}, tmp_path / "here")
     assert list(tmp_path.iterdir()) == []
 
