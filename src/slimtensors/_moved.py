@@ -1,4 +1,4 @@
-"""Import paths of earlier versions: they keep working, and give the same objects."""
+"""Import paths of earlier versions, resolved to the same objects."""
 
 import sys
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "torchao": ("integrations.torchao",),
     "tree": ("archive.tree",),
 }
-"""Earlier path -> the modules that contain its names today, all below `slimtensors`."""
+"""Earlier path -> the modules that define its names now, all below `slimtensors`."""
 
 RENAMED = {
     "checkpoint.rng": {"capture": "capture_rng", "check": "check_rng", "restore": "restore_rng"},
@@ -50,13 +50,13 @@ RENAMED = {
         "view": "view_as",
     },
 }
-"""Names that changed on the way: earlier path -> {earlier name: name today}."""
+"""Renamed names: earlier path -> {earlier name: current name}."""
 
 _ROOT = __name__.rpartition(".")[0]
 
 
 class _MovedModule(ModuleType):
-    """A module that looks its names up where they are defined today."""
+    """A module that looks up its names in the modules that define them now."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.removeprefix(f"{_ROOT}.")
@@ -88,6 +88,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let the import system find the earlier paths, after all real modules."""
+    """Register a finder of the earlier paths, after those of real modules."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

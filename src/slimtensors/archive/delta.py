@@ -178,7 +178,7 @@ class DeltaManifest:
                 and _is_layout(data.get("index"), data.get("files"), tensors)
             ):
                 return cls(tensors, tied, data.get("index"), data.get("files"))
-        raise CorruptFileError("malformed delta: no valid list of differences")
+        raise CorruptFileError("malformed delta: missing or invalid tensor entries")
 
     @classmethod
     def from_archive(cls, delta: Archive) -> "DeltaManifest":

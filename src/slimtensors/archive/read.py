@@ -356,7 +356,7 @@ def load(
         device: device of the returned tensors.
         threads: number of threads; default: one per core.
         run_compressed: keep quantized and sparse matrices compressed in memory
-            (`slimtensors.tensors`), mapped from the file, which must not change meanwhile.
+            (`slimtensors.runtime`), mapped from the file, which must not change meanwhile.
         storage_options: passed to fsspec.
 
     Example:

@@ -75,7 +75,7 @@ def save(
     Args:
         tensors: a state dict. Values that are not tensors (numbers, strings, tuples, dtypes, nested
             dicts) are stored as JSON; values that would need pickle raise. Tensors in encoded form
-            (`slimtensors.plan.Encoded`) are stored as they are. An open `Archive` works too.
+            (`slimtensors.codecs.plan.Encoded`) are stored as they are. An open `Archive` works too.
         path: local path or fsspec URL. Remote files are written locally, then uploaded.
         preset: preset name, plan, or function `(name, tensor)` that returns a plan. Default:
             `lossless`, or `sparse` for the dialect `compressed-tensors`.

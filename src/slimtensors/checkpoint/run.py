@@ -214,12 +214,12 @@ class Retention:
 
     def _find_best(self, points: Sequence[Point], metric: str) -> list[str]:
         sign = 1 if self.best_is == "min" else -1
-        rated = [
+        candidates = [
             (sign * point.manifest.metrics[metric], point.name)
             for point in points
             if metric in point.manifest.metrics
         ]
-        return [min(rated)[1]] if rated else []
+        return [min(candidates)[1]] if candidates else []
 
 
 def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:

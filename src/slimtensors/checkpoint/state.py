@@ -128,11 +128,11 @@ def capture_rng() -> dict[str, Any]:
 def check_rng(state: Mapping[str, Any]) -> None:
     """Raise `MismatchError` if the number of CUDA devices differs from the one in `state`."""
     expected = len(state.get("cuda", ()))
-    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if expected not in (0, have):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if expected not in (0, count):
         raise MismatchError(
             f"rng: the checkpoint has generator states of {expected} CUDA devices, but this "
-            f"machine has {have}; pass rng_state=False to leave the generators unchanged"
+            f"machine has {count}; pass rng_state=False to leave the generators unchanged"
         )
 
 
@@ -171,11 +171,11 @@ def _find_parameters(model: nn.Module, kind: str) -> Iterator[str]:
 
 
 def _check_model(state: Mapping[str, Any], model: nn.Module) -> None:
-    have = model.state_dict()
-    problems = [f"{name}: not in the model" for name in state if name not in have]
-    problems += [f"{name}: not in the checkpoint" for name in have if name not in state]
+    current = model.state_dict()
+    problems = [f"{name}: not in the model" for name in state if name not in current]
+    problems += [f"{name}: not in the checkpoint" for name in current if name not in state]
     for name, x in state.items():
-        y = have.get(name)
+        y = current.get(name)
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
             shapes = f"{list(x.shape)} in the checkpoint, {list(y.shape)} in the model"
             problems.append(f"{name}: {shapes}")

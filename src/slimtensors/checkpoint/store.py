@@ -174,7 +174,7 @@ class FlatState:
         if not isinstance(state, Mapping):
             kind = type(state).__name__
             raise UnsupportedTensorError(
-                f"a checkpoint is a dict, as build_checkpoint returns, not a {kind}"
+                f"expected a dict, as returned by build_checkpoint, got {kind}"
             )
         found, tree = flatten_tree(state)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}

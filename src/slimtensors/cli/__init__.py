@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlimError as error:
         return _fail(error, USAGE)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output is gone; Python would complain at exit
+        sys.stderr.close()  # stdout is closed; without this, Python prints a warning at exit
         return 0
     except OSError as error:
         return _fail(error, USAGE)

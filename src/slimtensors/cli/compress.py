@@ -37,7 +37,7 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
         "--calibration", metavar="FILE", help="calibration data: a txt, jsonl, csv or tsv file"
     )
     group.add_argument(
-        "--work", metavar="FOLDER", help="keep finished layers here, to resume a killed run"
+        "--work", metavar="FOLDER", help="store finished layers in FOLDER, to resume a killed run"
     )
     group.add_argument(
         "--ignore",
@@ -49,12 +49,12 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
 
 def check_quantize(options: argparse.Namespace) -> None:
     """Raise if the options of --quantize are incomplete or contradict each other."""
-    needs = ("method", "calibration", "work", "ignore")
+    dependent = ("method", "calibration", "work", "ignore")
     if options.quantize is None:
-        for name in needs:
+        for name in dependent:
             if getattr(options, name) is not None:
-                also = " or --recipe" if name in ("calibration", "work") else ""
-                raise ConfigError(f"--{name} requires --quantize{also}")
+                alternative = " or --recipe" if name in ("calibration", "work") else ""
+                raise ConfigError(f"--{name} requires --quantize{alternative}")
         return
     if options.dry_run or options.only or options.skip:
         raise ConfigError("--quantize takes --ignore, not --dry-run, --only or --skip")
@@ -75,7 +75,7 @@ def run_quantize(
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
     dialects.find(dialect)  # raise for an unknown one before the model runs
-    how = FolderOptions(
+    folder_options = FolderOptions(
         max_shard_size=options.max_shard_size,
         replace=options.force,
         threads=options.threads,
@@ -83,7 +83,7 @@ def run_quantize(
         ranks=group,
     )
     if options.calibration is None:
-        return quantize_folder(archive, options.output, config, dialect=dialect, how=how)
+        return quantize_folder(archive, options.output, config, dialect=dialect, how=folder_options)
     return calibrate_folder(
         options.source,
         options.output,
@@ -92,7 +92,7 @@ def run_quantize(
         method=options.method or "rtn",
         calibration=Calibration(work=options.work),
         dialect=dialect,
-        how=how,
+        how=folder_options,
     )
 
 

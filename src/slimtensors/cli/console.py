@@ -41,7 +41,7 @@ def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
 def add_shard_size(verb: argparse.ArgumentParser) -> None:
     """Add --max-shard-size."""
     verb.add_argument(
-        "--max-shard-size", metavar="SIZE", help="largest size of a file: 5GB, 512MiB, ..."
+        "--max-shard-size", metavar="SIZE", help="maximum size of a file: 5GB, 512MiB, ..."
     )
 
 

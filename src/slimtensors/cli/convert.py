@@ -31,13 +31,13 @@ def run(options: argparse.Namespace) -> int:
         Archive(options.source) as archive,
         console.progress(console.dense_bytes(archive), "convert") as bar,
     ):
-        how = FolderOptions(
+        folder_options = FolderOptions(
             max_shard_size=options.max_shard_size,
             replace=options.force,
             threads=options.threads,
             progress=bar,
         )
-        summary = convert_folder(archive, options.output, to=options.to, how=how)
+        summary = convert_folder(archive, options.output, to=options.to, how=folder_options)
     if options.json:
         console.print_json(summary.to_json())
     elif not options.quiet:

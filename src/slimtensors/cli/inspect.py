@@ -44,8 +44,8 @@ def model_card(summary: Summary, listing: str, config: Json) -> str:
     for tensor in summary.tensors:
         kinds[tensor.codec.partition("(")[0]].append(tensor)
     rows = [_card_row(kind, tensors) for kind, tensors in sorted(kinds.items()) if kind != "tied"]
-    every = _card_row("total", [t for t in summary.tensors if t.codec != "tied"])
-    table = format_markdown(_CARD_HEAD, [*rows, every], left=1)
+    total = _card_row("total", [t for t in summary.tensors if t.codec != "tied"])
+    table = format_markdown(_CARD_HEAD, [*rows, total], left=1)
     folded = f"<details><summary>Every tensor</summary>\n\n{listing}\n\n</details>"
     return f"{_front_matter(config)}\n\n{table}\n\n{folded}"
 
@@ -213,31 +213,39 @@ _RUN_HEAD = ("checkpoint", "kind", "profile", "base", "step", "stored", "age")
 
 
 def _point_row(point: Point) -> tuple[str, ...]:
-    about = point.manifest
-    base = about.base.name if about.base else "-"
-    step = "-" if about.step is None else str(about.step)
-    age = _age(datetime.now(UTC) - datetime.fromisoformat(about.created))
-    return (point.name, about.kind, about.profile, base, step, format_bytes(about.bytes), age)
+    manifest = point.manifest
+    base = manifest.base.name if manifest.base else "-"
+    step = "-" if manifest.step is None else str(manifest.step)
+    age = _age(datetime.now(UTC) - datetime.fromisoformat(manifest.created))
+    return (
+        point.name,
+        manifest.kind,
+        manifest.profile,
+        base,
+        step,
+        format_bytes(manifest.bytes),
+        age,
+    )
 
 
 def _point_json(point: Point) -> Json:
-    about = point.manifest
+    manifest = point.manifest
     return {
         "name": point.name,
-        "id": about.id,
-        "step": about.step,
-        "epoch": about.epoch,
-        "kind": about.kind,
-        "profile": about.profile,
-        "base": about.base.name if about.base else None,
-        "bytes": about.bytes,
-        "created": about.created,
-        "metrics": dict(about.metrics),
+        "id": manifest.id,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "kind": manifest.kind,
+        "profile": manifest.profile,
+        "base": manifest.base.name if manifest.base else None,
+        "bytes": manifest.bytes,
+        "created": manifest.created,
+        "metrics": dict(manifest.metrics),
     }
 
 
-def _age(passed: timedelta) -> str:
-    seconds = passed.total_seconds()
+def _age(elapsed: timedelta) -> str:
+    seconds = elapsed.total_seconds()
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -96,7 +96,7 @@ class Bins:
     def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
         """Return items `begin` to `end` of the flat tensor, decoding only their chunks."""
         if not 0 <= begin <= end <= like.numel:
-            raise IndexError(f"items {begin} to {end} of {like.numel}")
+            raise IndexError(f"items {begin} to {end} are out of range for {like.numel} items")
         if begin == end:
             return torch.empty(0, dtype=like.dtype)
         stream = _Stream.parse(parts, like)
@@ -198,9 +198,7 @@ class _Stream:
         ranges = self.locate(groups)
         size = ranges[-1].stop if ranges else 0
         if size != self.data.numel():
-            raise CorruptFileError(
-                f"the chunks have {size} bytes, but the data {self.data.numel()}"
-            )
+            raise CorruptFileError(f"expected {size} bytes of chunks, got {self.data.numel()}")
         items = as_bytes(out)
 
         def decode_group(i: int) -> None:

@@ -72,9 +72,9 @@ def select_mask(items: Tensor, itemsize: int, row: int, each: Each) -> Tensor:
     `items` are given as bytes. Raise `ConfigError` if a group has more than two nonzero items.
     """
     mask, _ = bitmask.find_nonzero(items, itemsize, row, each)
-    bad = _core.mask24_fill(mask)
-    if bad >= 0:
-        raise ConfigError(f"not 2:4 sparse: more than two nonzero items in group {bad}")
+    group = _core.mask24_fill(mask)
+    if group >= 0:
+        raise ConfigError(f"not 2:4 sparse: more than two nonzero items in group {group}")
     if row % 8:  # clear the half byte of padding at the end of each row
         mask.view(-1, ceil_div(row, 8))[:, -1] &= 0x0F
     return mask

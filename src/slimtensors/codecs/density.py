@@ -45,16 +45,16 @@ class Density:
         """Return `stream`: the classes, then the independently coded chunks."""
         mask = as_bytes(x)
         layout = _Layout.of(Spec.of(x))
-        rows, columns, chances = layout.allocate_model()
-        _core.density_fit(mask, rows, columns, chances)
+        rows, columns, probabilities = layout.allocate_model()
+        _core.density_fit(mask, rows, columns, probabilities)
         model = empty_bytes(_core.density_model_bound(len(rows) + len(columns)))
-        model = model[: _core.density_pack(rows, columns, chances, model)]
+        model = model[: _core.density_pack(rows, columns, probabilities, model)]
 
         def encode_chunk(i: int) -> Tensor:
             piece = mask[layout.bytes_of(i)]
             coded = empty_bytes(piece.numel())
             labels = rows[layout.rows_of(i)]
-            return coded[: _core.density_encode(piece, labels, columns, chances, coded)]
+            return coded[: _core.density_encode(piece, labels, columns, probabilities, coded)]
 
         pieces = each(encode_chunk, layout.chunks)
         entries = [
@@ -75,9 +75,9 @@ class Density:
         model, entries, data = _split(stream, layout.chunks)
         ends = list(accumulate((size for size, _ in entries), initial=0))
         if ends[-1] != data.numel():
-            raise CorruptFileError(f"the chunks have {ends[-1]} bytes, but the data {data.numel()}")
+            raise CorruptFileError(f"expected {ends[-1]} bytes of chunks, got {data.numel()}")
         ranges = list(pairwise(ends))
-        rows, columns, chances = layout.allocate_model()
+        rows, columns, probabilities = layout.allocate_model()
         out = allocate(like)
         mask = as_bytes(out)
 
@@ -85,12 +85,12 @@ class Density:
             begin, end = ranges[i]
             piece = mask[layout.bytes_of(i)]
             labels = rows[layout.rows_of(i)]
-            _core.density_decode(data[begin:end], labels, columns, chances, piece)
+            _core.density_decode(data[begin:end], labels, columns, probabilities, piece)
             if _core.crc32c(piece) != entries[i][1]:
                 raise CorruptFileError(f"chunk {i} of the mask does not match its checksum")
 
         try:
-            _core.density_unpack(model, rows, columns, chances)
+            _core.density_unpack(model, rows, columns, probabilities)
             each(decode_chunk, layout.chunks)
         except CorruptFileError:
             raise

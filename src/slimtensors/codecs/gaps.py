@@ -79,6 +79,6 @@ def _parse_counts(parts: Parts, chunks: int) -> list[int]:
         return [parts["tokens"].numel()] * chunks
     counts = parts["counts"]
     if counts.dtype is not torch.int32 or counts.shape != (chunks,) or bool((counts < 0).any()):
-        raise CorruptFileError(f"invalid numbers of gap tokens for {chunks} chunks")
+        raise CorruptFileError(f"invalid gap token counts for {chunks} chunks")
     values: list[int] = counts.tolist()
     return values

@@ -82,7 +82,7 @@ class Huffman:
         kind = _kind(like.dtype)
         chunks, data = _check_parts(parts, like)
         if not 0 <= begin <= end <= like.numel:
-            raise IndexError(f"items {begin} to {end} of {like.numel}")
+            raise IndexError(f"items {begin} to {end} are out of range for {like.numel} items")
         if begin == end:
             return torch.empty(0, dtype=like.dtype)
         step = self.step(like)
@@ -166,7 +166,7 @@ def _locate_all(chunks: Tensor, groups: Sequence[slice], data: Tensor) -> list[s
     ranges = _locate(chunks, groups)
     size = ranges[-1].stop if ranges else 0
     if size != data.numel():
-        raise CorruptFileError(f"the chunks have {size} bytes, but the data {data.numel()}")
+        raise CorruptFileError(f"expected {size} bytes of chunks, got {data.numel()}")
     return ranges
 
 

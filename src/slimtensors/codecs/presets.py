@@ -125,10 +125,10 @@ def _choose_coded(stats: TensorStats, x: Tensor | None = None) -> Choice:
     """Choose between entropy coders: fast ones, or, given the tensor itself, the smallest."""
     zeros = stats.zeros
     effort: Effort = "fast" if x is None else "max"
-    # Measured on real weights. Codes of single bytes cannot use that all bytes of a zero are zero;
+    # Measured on real weights. Byte codes cannot exploit that all bytes of a zero are zero;
     # for one-byte items, a mask is smaller only once a zero takes less than half a bit.
-    many = 0.6 if stats.spec.dtype.itemsize == 1 else 1 / 32
-    if zeros.zero < many * zeros.items:
+    min_share = 0.6 if stats.spec.dtype.itemsize == 1 else 1 / 32
+    if zeros.zero < min_share * zeros.items:
         if x is None and stats.spec.nbytes < _SMALL:
             return Choice(None, _note_negative_zeros(zeros))
         codec = Huffman() if x is None else _choose_smallest(x)

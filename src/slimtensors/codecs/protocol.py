@@ -60,7 +60,7 @@ class Sliceable(Protocol):
     """Optional ability: the concatenated parts of slices are the parts of the whole tensor."""
 
     def step(self, spec: Spec) -> int:
-        """Return the number of items at whose multiples such a tensor may be sliced."""
+        """Return the step of slices: the tensor may be sliced at multiples of this many items."""
         ...
 
 

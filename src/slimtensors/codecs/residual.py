@@ -63,16 +63,16 @@ def choose_residual(
 ) -> tuple[Kind, Tensor]:
     """Return the cheapest kind of residual, and the residual."""
     best: tuple[Kind, Tensor] = ("whole", x)
-    least = cost(x)
+    smallest = cost(x)
     for kind in applicable_kinds(Spec.of(x)):
         r = residual(kind, x, base, by=by, each=each)
-        if (price := cost(r)) < least:
-            best, least = (kind, r), price
+        if (size := cost(r)) < smallest:
+            best, smallest = (kind, r), size
     return best
 
 
 def applicable_kinds(spec: Spec) -> Iterator[Kind]:
-    """Yield the kinds that apply to such tensors, besides `whole`."""
+    """Yield the kinds that apply to tensors of this spec, besides `whole`."""
     plain = not spec.dtype.is_complex and spec.dtype not in QUANTIZED_DTYPES
     if plain and spec.numel and spec.dtype.itemsize in _UNSIGNED:
         yield "difference"

@@ -88,21 +88,21 @@ def _in_groups(x: Tensor, zero: int) -> Sparsity:
 
 def merge_rows(rows: Iterable[Sparsity]) -> Sparsity:
     """Return the sparsity of a matrix from the results of `sparsity_of_rows`."""
-    whole = merge(rows)
-    return whole if whole.zero >= _SPARSE * whole.items else Sparsity(whole.items, whole.zero)
+    merged = merge(rows)
+    return merged if merged.zero >= _SPARSE * merged.items else Sparsity(merged.items, merged.zero)
 
 
 def merge(parts: Iterable[Sparsity]) -> Sparsity:
     """Return the overall sparsity of several tensors; the pattern is common to all sparse ones."""
-    every = list(parts)
-    sparse = [one for one in every if one.places]
-    common = set(GROUPS).intersection(*(one.peaks for one in sparse)) if sparse else set()
+    all_parts = list(parts)
+    sparse = [part for part in all_parts if part.places]
+    common = set(GROUPS).intersection(*(part.peaks for part in sparse)) if sparse else set()
     return Sparsity(
-        sum(one.items for one in every),
-        sum(one.zero for one in every),
-        sum(one.kept for one in sparse),
-        sum(one.places for one in sparse),
-        {group: max(one.peaks[group] for one in sparse) for group in sorted(common)},
+        sum(part.items for part in all_parts),
+        sum(part.zero for part in all_parts),
+        sum(part.kept for part in sparse),
+        sum(part.places for part in sparse),
+        {group: max(part.peaks[group] for part in sparse) for group in sorted(common)},
     )
 
 

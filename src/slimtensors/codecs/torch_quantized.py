@@ -49,7 +49,7 @@ class TorchQuantized:
             )
         if "axis" not in parts:
             if scale.numel() != 1 or zero_point.numel() != 1:
-                raise CorruptFileError("several scales, but no axis")
+                raise CorruptFileError("axis is missing, but there are several scales")
             return torch._make_per_tensor_quantized_tensor(q, scale.item(), int(zero_point))
         if Spec.of(parts["axis"]) != Spec(torch.int64, ()):
             raise CorruptFileError(f"expected one int64 as axis, got {Spec.of(parts['axis'])}")

@@ -437,7 +437,8 @@ def _can_resume(folder: BuildFolder, job: Json | None, text: bytes, replace: boo
     difference = _compare_jobs(before, job)
     if difference and isinstance(before, dict) and not replace:
         raise ConfigError(
-            f"{folder} contains finished files of another run: {difference}; remove it, or pass -f"
+            f"{folder} contains finished files of another run: {difference};"
+            " remove it, or pass replace=True (-f)"
         )
     return not difference
 

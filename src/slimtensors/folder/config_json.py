@@ -207,7 +207,7 @@ def parse_quantization(config: Json) -> QuantizationConfig | None:
     if not section:
         return None
     if (method := section.get("quant_method", COMPRESSED_TENSORS)) != COMPRESSED_TENSORS:
-        raise ConfigError(f"quantized by {method}, which slimtensors does not read")
+        raise ConfigError(f"quantized by {method}, which is not supported")
     quantization = QuantizationConfig.from_dict(before)
     return quantization if quantization.config_groups else None
 

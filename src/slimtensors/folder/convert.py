@@ -116,7 +116,7 @@ def convert_folder(
 def check_config(config: Json, source: StrPath) -> None:
     """Raise if there is no `config.json`, which the dialect `compressed-tensors` requires."""
     if not config:
-        raise ConfigError(f"{source}: {CONFIG} not found, which {COMPRESSED_TENSORS} needs")
+        raise ConfigError(f"{source}: {CONFIG} not found, required by {COMPRESSED_TENSORS}")
 
 
 def main_dtype(archive: Archive) -> torch.dtype:

@@ -26,7 +26,7 @@ _FAILURE_SECONDS, _END_SECONDS = 10.0, 30.0
 
 
 class ProcessGroup(Protocol):
-    """The processes of a run, from the view of one of them."""
+    """The processes of a run, as seen by one of them."""
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class TorchProcessGroup:
         self._send_heartbeat()
         self._barriers += 1  # names repeat when several folders are written
         name = f"{self._barriers}/{name}"
-        self._set(f"{name}/{self.rank}", "here")
+        self._set(f"{name}/{self.rank}", "arrived")
         waiting = [rank for rank in range(self.count) if rank != self.rank]
         seen = dict.fromkeys(waiting, (b"", time.monotonic()))
         while waiting := [rank for rank in waiting if not self._has(f"{name}/{rank}")]:

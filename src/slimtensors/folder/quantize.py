@@ -225,7 +225,7 @@ def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
         for target in scheme.targets:
             if not any(matches_any([target], *layer) for layer in layers):
                 raise ConfigError(
-                    f"{group}: no layer matches {target}; the only class known from names is Linear"
+                    f"{group}: no layer matches {target}; folders support only the class Linear"
                 )
         if scheme.weights is not None and scheme.weights.actorder is not None:
             raise ConfigError(f"{group}: actorder needs the method gptq and calibration data")
@@ -260,6 +260,6 @@ def _check_model(config: Json) -> None:
         raise ConfigError("already quantized; use slimtensors convert --to dense first")
     if config.get("model_type") in TRANSPOSED_MODEL_TYPES:
         raise ConfigError(
-            f"weights of {config['model_type']} are transposed, which names do not show;"
+            f"weights of {config['model_type']} are transposed, which is not supported for folders;"
             " use slimtensors.quantization.quantize_model"
         )

@@ -106,8 +106,8 @@ def _are_chunks(plan: Plan, pieces: Sequence[Tensor | Encoded]) -> bool:
     codec = plan.codec
     if not isinstance(codec, Sliceable):
         return False
-    rests = [_spec_of(piece).numel % codec.step(_spec_of(piece)) for piece in pieces[:-1]]
-    return not any(rests) and all(
+    remainders = [_spec_of(piece).numel % codec.step(_spec_of(piece)) for piece in pieces[:-1]]
+    return not any(remainders) and all(
         isinstance(piece, Encoded) and piece.codec == codec for piece in pieces
     )
 

@@ -55,12 +55,12 @@ class SlimCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise ConfigError("SlimCheckpointIO does not support storage_options")
         target = local_path(path)
-        fresh = target.with_name(f"{target.name}.new") if target.exists() else target
+        new = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None
         options = SaveOptions(base.path if base else None, self._profile, threads=self._threads)
-        save_state(FlatState.of(checkpoint), fresh, options)
-        if fresh != target:
-            replace_folder(fresh, target)
+        save_state(FlatState.of(checkpoint), new, options)
+        if new != target:
+            replace_folder(new, target)
 
     def load_checkpoint(
         self,

@@ -129,7 +129,7 @@ def load_folder(model: Any, folder: Path) -> None:
         names = ", ".join(missing[:4])
         raise MismatchError(
             f"{folder}: no weights for {len(missing)} parameters of {type(model).__name__}:"
-            f" {names}; the folder is incomplete or of another model"
+            f" {names}; the folder is incomplete or belongs to another model"
         )
 
 

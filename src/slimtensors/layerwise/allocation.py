@@ -129,7 +129,7 @@ def per_block(model: nn.Module, layers: Mapping[str, Layer], shares: Sequence[fl
     }
     if missing := layers.keys() - result.keys():
         raise ConfigError(
-            f"{min(missing)}: outside of the repeated blocks, which a list of sparsities requires;"
+            f"{min(missing)}: outside of the repeated blocks covered by a list of sparsities;"
             " add the layer to ignore"
         )
     return {name: result[name] for name in layers}
@@ -150,7 +150,7 @@ def per_target(layers: Mapping[str, Layer], shares: Mapping[str, float]) -> Shar
         used |= ranks.keys()
         result[name] = shares[best[0]]
     for target in shares.keys() - used:
-        raise ConfigError(f"sparsity of {target!r}: matches no layer to prune")
+        raise ConfigError(f"sparsity: target {target!r} matches no layer to prune")
     return result
 
 

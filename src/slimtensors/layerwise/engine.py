@@ -172,14 +172,14 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Disable gradients, dropout and fused experts (if the model can) within the context."""
     training = [module for module in model.modules() if module.training]
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    with ExitStack() as undo, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
         model.eval()
         for module in training:  # not module.train(), which would also affect its children
-            undo.callback(setattr, module, "training", True)
+            stack.callback(setattr, module, "training", True)
         if experts not in (None, "eager"):
             choose: Callable[[str], None] = model.set_experts_implementation  # type: ignore[assignment]
             choose("eager")
-            undo.callback(choose, experts)
+            stack.callback(choose, experts)
         yield
 
 

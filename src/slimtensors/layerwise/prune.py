@@ -202,7 +202,7 @@ def prune_layer(
 ) -> tuple[Tensor, LayerReport]:
     """Return the pruned weight of a layer, and a report. Existing zeros stay."""
     started = time.perf_counter()
-    outcomes = []
+    results = []
     try:
         for i, weight in enumerate(layer.matrices):
             structure.check(*weight.shape)
@@ -211,13 +211,13 @@ def prune_layer(
             zeros = weight == 0
             round_column = _make_rounding(layer, i)
             target = PruningTarget(share, structure, zeros if zeros.any() else None, round_column)
-            outcomes.append(_prune_matrix(weight, method, hessians.get((layer.name, i)), target))
+            results.append(_prune_matrix(weight, method, hessians.get((layer.name, i)), target))
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
-    pruned = [weight for weight, _ in outcomes]
-    whole = pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned)
-    matrices = [report for _, report in outcomes]
-    return whole, combine_matrices(layer.name, method.name, matrices, started=started)
+    pruned = [weight for weight, _ in results]
+    weights = pruned[0] if layer.matrix.dim() == 2 else torch.stack(pruned)
+    matrices = [report for _, report in results]
+    return weights, combine_matrices(layer.name, method.name, matrices, started=started)
 
 
 def _prune_matrix(

@@ -229,11 +229,11 @@ def quantize_layer(
             for i, matrix in enumerate(layer.matrices)
         ]
         results = [result for result, _ in outcomes]
-        whole = results[0] if layer.matrix.dim() == 2 else _stack_experts(results)
+        rounded = results[0] if layer.matrix.dim() == 2 else _stack_experts(results)
     except SlimError as error:
         raise type(error)(f"{layer.name}: {error}") from error
     matrices = [report for _, report in outcomes]
-    return whole, combine_matrices(layer.name, method.name, matrices, started=started)
+    return rounded, combine_matrices(layer.name, method.name, matrices, started=started)
 
 
 def _quantize_matrix(

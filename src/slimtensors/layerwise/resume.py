@@ -50,12 +50,12 @@ class WorkFolder:
         if version != _VERSION:
             raise FormatError(f"{path}: unsupported version {version}, expected {_VERSION}")
         if any("/" in name or "\\" in name for name in names):
-            raise FormatError(f"{path}: contains a file name outside the folder")
+            raise FormatError(f"{path}: invalid file name, outside of the folder")
         expected: Mapping[str, str] = self._state["made_of"]
         differing = [key for key in expected if digests.get(key) != expected[key]]
         if differing:
             raise MismatchError(
-                f"{self._folder}: was started with a different {' and '.join(differing)}; "
+                f"{self._folder} was started with a different {' and '.join(differing)}; "
                 "choose a new folder, or remove this one"
             )
         self._state = state

@@ -80,7 +80,7 @@ _ON_DEMAND = {
     "sparse_int8_weight": _RUNTIME,
     "sparse_weight": _RUNTIME,
 }
-"""Modules of names that are imported on first use: they need torch.nn or higher rooms."""
+"""Modules of names that are imported on first use: they need torch.nn or higher layers."""
 
 
 def __getattr__(name: str) -> Any:

@@ -60,8 +60,8 @@ def compute_params(
     """
     low, high = low.clamp(max=0), high.clamp(min=0)
     # Tensors: a Python float would not promote a zero-dimensional range to float32.
-    least, greatest = (low.new_tensor(x, dtype=torch.float32) for x in code_range(args))
-    steps = (greatest - least).to(low.dtype)
+    min_code, max_code = (low.new_tensor(x, dtype=torch.float32) for x in code_range(args))
+    steps = (max_code - min_code).to(low.dtype)
     zero_point = None
     if args.is_mx:
         scale = _compute_exponents(_max_abs(low, high), args)
@@ -69,7 +69,7 @@ def compute_params(
         scale = _max_abs(low, high) / (steps / 2)
     else:
         scale = (high - low) / steps
-        zero_point = (least - low / scale).clamp(least, greatest)
+        zero_point = (min_code - low / scale).clamp(min_code, max_code)
         zero_point = _round_to(zero_point.nan_to_num(0.0), args.zp_dtype or torch.int8)
     if global_scale is not None:
         scale = global_scale * scale

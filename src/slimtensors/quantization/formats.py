@@ -51,7 +51,7 @@ class StoredWeight:
 
 
 Check = Callable[[str, QuantizationArgs, int], None]
-"""Raise `ConfigError` if the named format cannot store such codes in so many columns."""
+"""Raise `ConfigError` if the named format cannot store these codes and columns."""
 Write = Callable[[StoredWeight, QuantizationArgs], dict[str, Tensor]]
 Read = Callable[[Mapping[str, Tensor], QuantizationArgs, str | None], StoredWeight]
 """Return the stored weight; raise `CorruptFileError` if the tensors do not fit together."""

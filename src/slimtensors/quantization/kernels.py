@@ -262,12 +262,12 @@ def _split(
     """Yield the pieces of a matrix or of each matrix in a stack."""
     if items.dim() == 3:
         for expert in range(len(items)):
-            own_params = Params(
+            expert_params = Params(
                 params.scale[expert],
                 None if params.zero_point is None else params.zero_point[expert],
                 _select_expert(params.global_scale, expert),
             )
-            yield from _split(items[expert], codes[expert], own_params, args)
+            yield from _split(items[expert], codes[expert], expert_params, args)
         return
     rows, columns = items.shape
     width, height = _find_block_size(rows, columns, args)

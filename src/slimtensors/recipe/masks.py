@@ -198,8 +198,8 @@ class GradualMasks(HeldMasks):
 class MovementMasks(GradualMasks):
     """Masks that follow learned scores until the schedule ends, and are constant afterwards.
 
-    Scores are initialized by `first` from the weights, and learned at their own `rate`. A pruned
-    weight keeps its value aside, and continues from it if it is restored.
+    Scores are initialized by `first` from the weights, and learned at their own `rate`. The
+    value of a pruned weight is kept, and restored when the weight is no longer pruned.
     """
 
     def __init__(
@@ -241,11 +241,11 @@ class MovementMasks(GradualMasks):
 
     @torch.no_grad()
     def change(self, masks: Mapping[str, Tensor]) -> None:
-        """Replace the masks, set newly pruned weights aside, and restore unpruned ones."""
+        """Replace the masks, keep the values of newly pruned weights, and restore unpruned ones."""
         for name, mask in masks.items():
-            whole = self.weights[name].detach() + self._aside[name]
-            self.weights[name].copy_(whole.masked_fill(~mask, 0))
-            self._aside[name].copy_(whole.masked_fill_(mask, 0))
+            dense = self.weights[name].detach() + self._aside[name]
+            self.weights[name].copy_(dense.masked_fill(~mask, 0))
+            self._aside[name].copy_(dense.masked_fill_(mask, 0))
         super().change(masks)
 
     def state_dict(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def build_masks(
         modifier_id = modifier_name(modifier)
         for name in owners.keys() & part.masks:
             raise ConfigError(
-                f"{name}: is pruned by {owners[name]} and by {modifier_id}; ignore it in one"
+                f"{name} is pruned by both {owners[name]} and {modifier_id}; ignore it in one"
             )
         owners |= dict.fromkeys(part.masks, modifier_id)
         parts[f"{i}_{modifier_id}"] = part

@@ -318,7 +318,7 @@ def _find_pieces(weight: CodedTensor, nbytes: int, *, is_verified: bool) -> list
 
 @cache
 def _are_partial_products_exact(dtype: torch.dtype, rows: int, columns: int, threads: int) -> bool:
-    """Return True if products by so many rows of a weight equal those by all rows, bit by bit.
+    """Return True if products by this many rows of a weight equal those by all rows bitwise.
 
     torch adds 16-bit products in the order of columns for any number of rows, but not float32. The
     order may depend on the number of threads, so each number is tested.

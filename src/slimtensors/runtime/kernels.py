@@ -138,8 +138,8 @@ def _find_core_arguments(
 def _is_slow(dtype: torch.dtype) -> bool:
     """Return True if torch multiplies 16-bit floats no faster than float32."""
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX")  # oneDNN reads it too, also once
-    tiles = torch.cpu._is_amx_tile_supported() and "AMX" in allowed.upper()
-    return dtype is not torch.float32 and not tiles
+    has_amx = torch.cpu._is_amx_tile_supported() and "AMX" in allowed.upper()
+    return dtype is not torch.float32 and not has_amx
 
 
 def integer_linear(

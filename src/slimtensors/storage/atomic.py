@@ -102,7 +102,7 @@ def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        raise ConfigError(f"{target}: another process wrote to it in the meantime") from error
+        raise ConfigError(f"{target} was written by another process in the meantime") from error
     sync_folder(target.parent)
 
 
@@ -124,7 +124,7 @@ def replace_folder(new: Path, old: Path) -> None:
                 obsolete.rename(old)
             raise
     sync_folder(old.parent)
-    shutil.rmtree(obsolete, ignore_errors=True)  # the next write removes what is left
+    shutil.rmtree(obsolete, ignore_errors=True)  # leftovers are removed by the next write
 
 
 def remove_folder(path: Path) -> None:
@@ -140,10 +140,10 @@ def check_absent(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError(f"{target}: is a file, not a folder")
+        raise ConfigError(f"{target} is a file, not a folder")
     found = next(target.iterdir(), None)
     if found is not None:
-        raise ConfigError(f"{target}: already exists and is not empty (contains {found.name})")
+        raise ConfigError(f"{target} already exists and is not empty (contains {found.name})")
 
 
 def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:
@@ -151,14 +151,14 @@ def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool
     if not target.exists():
         return
     if not replace:
-        raise ConfigError(f"{target}: already exists; pass replace=True")
+        raise ConfigError(f"{target} already exists; pass replace=True")
     if not target.is_dir():
-        raise ConfigError(f"{target}: is a file, not a folder")
+        raise ConfigError(f"{target} is a file, not a folder")
     paths = [Path(os.path.realpath(source)) for source in sources]
     if any(target in (path if path.is_dir() else path.parent).parents for path in paths):
-        raise ConfigError(f"{target}: contains the source and cannot be replaced")
+        raise ConfigError(f"{target} contains the source and cannot be replaced")
     if any(target.iterdir()) and not any(target.rglob("*.safetensors")):
-        raise ConfigError(f"{target}: contains files but no model, and is not replaced")
+        raise ConfigError(f"{target} contains files but no model, and is not replaced")
 
 
 def create_temporary(target: Path, create: Callable[[Path], object]) -> tuple[Path, int]:

@@ -192,7 +192,7 @@ def _choose_main(folder: Location) -> str:
             return name
     if DISTRIBUTED in files:
         raise FormatError(
-            f"{folder}: is a distributed checkpoint; load it with dcp.load and"
+            f"{folder} is a distributed checkpoint; load it with dcp.load and"
             " slimtensors.distributed.StorageReader, or convert it with consolidate"
         )
     for suffix in (".safetensors.index.json", ".safetensors"):
@@ -271,7 +271,9 @@ def _check_tiling(entries: Mapping[str, HeaderEntry], available: int) -> None:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != expected:
             problem = "overlaps its neighbour" if entry.begin < expected else "leaves a gap"
-            raise CorruptFileError(f"{name}: {problem}: starts at {entry.begin}, not {expected}")
+            raise CorruptFileError(
+                f"{name}: {problem}: expected offset {expected}, got {entry.begin}"
+            )
         expected = entry.end
     if expected != available:
         problem = "truncated" if expected > available else "bytes that belong to no tensor"

@@ -135,7 +135,7 @@ class FolderOutput(_Writers):
         if max_shard_size is not None and max_shard_size < 1:
             raise ConfigError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder}: is a file, not a folder")
+            raise ConfigError(f"{folder} is a file, not a folder")
         self._folder, self._limit = folder, max_shard_size
         self._is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class FolderOutput(_Writers):
             writer.add(piece)
 
     def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
-        """Rename the new model, then remove what is left of the old one."""
+        """Rename the new model, then remove the files of the old one."""
         for writer in self._writers:
             _finish(writer, order, describe)
         old = find_model_files(self._folder)
@@ -224,7 +224,7 @@ class RemoteOutput:
         self, where: RemoteLocation, *, is_folder: bool, max_shard_size: int | None, reserve: int
     ) -> None:
         if is_folder and any(name.endswith(".safetensors") for name in _list_files(where)):
-            raise ConfigError(f"{where}: contains a model; remove it or choose another folder")
+            raise ConfigError(f"{where} contains a model; remove it or choose another folder")
         self._where, self._is_folder, self._resources = where, is_folder, ExitStack()
         temporary = tempfile.TemporaryDirectory(prefix="slimtensors-")
         self._folder = Path(self._resources.enter_context(temporary))
@@ -431,7 +431,7 @@ def check_target(path: Path) -> Path:
     """Return the file to replace, through symlinks; raise if it cannot be written."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise ConfigError(f"{path}: is not a regular file and cannot be replaced")
+        raise ConfigError(f"{path} is not a regular file and cannot be replaced")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path}: the folder {target.parent} does not exist")
     return target

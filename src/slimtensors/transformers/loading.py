@@ -115,8 +115,8 @@ class SlimQuantizer(HfQuantizer):
         for section in quantization_config.before.values():
             if isinstance(section, dict) and section.get("quant_method") not in known:
                 raise ConfigError(
-                    f"the weights are also quantized by {section['quant_method']}, which needs its"
-                    " own loader; run slimtensors decompress and load the result"
+                    f"the weights are also quantized by {section['quant_method']}, which requires"
+                    " another loader; run slimtensors decompress and load the result"
                 )
         self._quantization = parse_quantization(quantization_config.before)
         self._reader: Reader | None = None
@@ -303,10 +303,10 @@ class DecodingConverter(WeightConverter):
         self._read = reader.read
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = copy(self)  # transformers copies it once per tensor, so it must be cheap
-        twin.operations = deepcopy(self.operations, memo)
-        twin.collected_tensors, twin.layer_targets = defaultdict(list), defaultdict(set)
-        return twin
+        clone = copy(self)  # transformers copies it once per tensor, so it must be cheap
+        clone.operations = deepcopy(self.operations, memo)
+        clone.collected_tensors, clone.layer_targets = defaultdict(list), defaultdict(set)
+        return clone
 
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: object

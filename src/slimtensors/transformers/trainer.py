@@ -98,7 +98,7 @@ class SlimCheckpoints(TrainerCallback):
             checkpoint = load_checkpoint(point)
             for name in self._parts.keys() - checkpoint.keys():
                 raise MismatchError(
-                    f"{point}: no state of {name!r}; it was saved without that part"
+                    f"{point}: no state of {name!r}; the checkpoint was saved without it"
                 )
             objects.restore(checkpoint)
             for name, part in self._parts.items():

@@ -1,6 +1,6 @@
 """The dialect `compressed-tensors`: a sparse tensor is several plain ones with known suffixes.
 
-Written as compressed-tensors up to 0.14 wrote it; files of all releases are readable.
+Files are written as by compressed-tensors up to 0.14; files of all releases are readable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

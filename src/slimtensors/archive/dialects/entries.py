@@ -274,7 +274,7 @@ def _parse_manifest(text: str) -> dict[str, Any]:
         raise CorruptFileError(f"the manifest is not valid JSON: {error}") from error
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int or version < 1:
-        raise CorruptFileError("the manifest has no valid version")
+        raise CorruptFileError("malformed manifest: missing or invalid version")
     check_version(version)
     if not sealed or not {"dialect", "checksums", "table"} <= data.keys():
         raise CorruptFileError("checksum mismatch in the manifest: the file is damaged")

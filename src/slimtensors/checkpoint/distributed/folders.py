@@ -243,14 +243,14 @@ def _build_rank_source(
         piece = Piece(f"{key}.{name}", spec, (key, name), box, data)
         return TensorSource(piece.name, Spec(spec.dtype, box.shape), read), piece
 
-    made = [
+    pairs = [
         make_piece(name, spec, box)
         for name in names
         for spec in [archive.spec(name)]
         for box in split_box(Box.whole(spec.shape), spec.dtype, PIECE_BYTES)
     ]
-    tree = build_rank_state(run, rank, [piece for _, piece in made], {}).tree
-    return ArchiveSource([source for source, _ in made], tree=tree)
+    tree = build_rank_state(run, rank, [piece for _, piece in pairs], {}).tree
+    return ArchiveSource([source for source, _ in pairs], tree=tree)
 
 
 def _merge_summaries(

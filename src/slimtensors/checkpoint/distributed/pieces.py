@@ -135,7 +135,7 @@ def parse_piece_name(name: str) -> tuple[str, tuple[int, ...]]:
     try:
         return tensor, tuple(int(n) for n in offset.split(",") if n)
     except ValueError:
-        raise CorruptFileError(f"{name}: invalid name of a piece") from None
+        raise CorruptFileError(f"{name}: invalid piece name") from None
 
 
 def format_file_name(rank: int) -> str:
