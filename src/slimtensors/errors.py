@@ -83,7 +83,7 @@ class MissingDependencyError(SlimError, ImportError):
         )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the name closest to `name`, or all known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

@@ -66,6 +66,9 @@ class Spec:
         """Return the spec of `x`."""
         return cls(x.dtype, tuple(x.shape))
 
+    def __str__(self) -> str:
+        return f"{_NAMES.get(self.dtype, self.dtype)} {list(self.shape)}"
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -30,7 +30,7 @@ from slimtensors.layerwise.gptq import rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.quantize import GPTQ, RTN, quantize_layer
-from slimtensors.layerwise.resume import STATE
+from slimtensors.layerwise.resume import INDEX_FILE
 from slimtensors.layerwise.smoothing import AWQ, SmoothQuant
 from slimtensors.quantization import (
     QuantizationArgs,
@@ -419,9 +419,9 @@ def test_a_killed_run_resumes_with_the_same_result(tmp_path, dense):
     assert process.stdout.split() == [str(-signal.SIGKILL)] * 2, process.stderr
     for name, smoothing in SMOOTHINGS.items():
         folder = tmp_path / name
-        finished = json.loads((folder / STATE).read_text())["finished"]
+        finished = json.loads((folder / INDEX_FILE).read_text())["finished"]
         assert len([layer for layer in finished if layer.endswith("proj")]) == LAST
-        times = {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != STATE}
+        times = {p: p.stat().st_mtime_ns for p in folder.iterdir() if p.name != INDEX_FILE}
         whole, report = quantize(dense, config(), smoothing=smoothing)
         again, resumed = quantize(dense, config(), smoothing=smoothing, folder=folder)
         assert resumed.layers == report.layers
@@ -454,7 +454,7 @@ def test_a_work_folder_of_another_run_raises(tmp_path, dense):
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CorruptFileError, match="checksum"):
         start()
-    (tmp_path / "work" / STATE).write_text("{}")
+    (tmp_path / "work" / INDEX_FILE).write_text("{}")
     with pytest.raises(CorruptFileError, match="malformed work folder index"):
         start()
 

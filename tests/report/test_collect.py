@@ -204,7 +204,7 @@ def test_malformed_reports_are_refused(tmp_path):
         ):
             read_report(path)
     path.write_text(json.dumps(good | {"version": 2}))
-    with pytest.raises(UnsupportedVersionError, match="update slimtensors"):
+    with pytest.raises(UnsupportedVersionError, match="upgrade slimtensors"):
         read_report(path)
 
 

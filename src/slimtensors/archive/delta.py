@@ -15,7 +15,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions,
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan, encode
 from slimtensors.codecs.presets import Choice, Chooser
-from slimtensors.codecs.residual import KINDS, Kind, apply_residual, choose_residual
+from slimtensors.codecs.residual import KINDS, ResidualKind, apply_residual, choose_residual
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.parallel import Each
 from slimtensors.storage import StrPath, is_inside, local_path
@@ -221,7 +221,7 @@ def make_restored_source(delta: Archive, base: Archive) -> ArchiveSource:
                 return y
             r = delta.load_one(name, each)
             try:
-                return apply_residual(cast(Kind, kind), r, y, each=each)
+                return apply_residual(cast(ResidualKind, kind), r, y, each=each)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{delta.path}: {name}: {error}") from error
 

@@ -357,7 +357,7 @@ class _Encoder:
             for piece in tensor.pieces:
                 if piece.name in names:
                     raise ConfigError(
-                        f"{piece.name}: name of a tensor and of a part of another tensor"
+                        f"{piece.name}: tensor name conflicts with a part of another tensor"
                     )
                 names.add(piece.name)
             put(tensor.pieces)

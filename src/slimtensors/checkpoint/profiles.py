@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.tensor import Spec
 
 WEIGHTS, BUFFERS, OTHER = "weights", "buffers", "other"
@@ -133,7 +133,7 @@ def find_profile(profile: str | Profile) -> Profile:
     if isinstance(profile, Profile):
         return profile
     if profile not in PROFILES:
-        raise ConfigError(f"unknown profile {profile!r}; {nearest(profile, PROFILES)}")
+        raise ConfigError(f"unknown profile {profile!r}; {suggest(profile, PROFILES)}")
     return PROFILES[profile]
 
 
@@ -164,14 +164,14 @@ def select_tensors(lossy: Filter, infos: Mapping[str, StateTensorInfo]) -> set[s
     names = [info.name for info in infos.values()]
     for glob in (*lossy.names, *lossy.skip):
         if not any(fnmatchcase(name, glob) for name in names):
-            raise ConfigError(f"no tensor name matches {glob!r}; {nearest(glob, names[:500])}")
+            raise ConfigError(f"no tensor name matches {glob!r}; {suggest(glob, names[:500])}")
     for path in lossy.modules:
         if not any(_is_inside(info.parameter, path) for info in infos.values()):
             raise ConfigError(f"no module {path!r} in the checkpoint")
     roles = {role for info in infos.values() for role in info.roles}
     for role in lossy.roles:
         if role not in roles:
-            raise ConfigError(f"no tensor has the role {role!r}; {nearest(role, roles)}")
+            raise ConfigError(f"no tensor has the role {role!r}; {suggest(role, roles)}")
     return {info.name for info in infos.values() if lossy(info)}
 
 

@@ -439,7 +439,7 @@ def _parse_manifest(data: Json) -> CheckpointManifest:
         raise CorruptFileError("not the manifest of a checkpoint")
     if data["version"] > VERSION:
         raise UnsupportedVersionError(
-            f"format version {data['version']} is newer than {VERSION}; update slimtensors"
+            f"format version {data['version']} is newer than {VERSION}; upgrade slimtensors"
         )
     fields: dict[str, Any] = {k: v for k, v in data.items() if k not in ("format", "version")}
     base = fields.pop("base")

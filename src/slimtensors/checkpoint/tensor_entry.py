@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimtensors.archive import Archive
 from slimtensors.archive.delta import tensor_digest
-from slimtensors.codecs.residual import Kind, apply_residual, ungroup_bytes
+from slimtensors.codecs.residual import ResidualKind, apply_residual, ungroup_bytes
 from slimtensors.errors import CorruptFileError, MismatchError
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Json, Spec, allocate
@@ -197,7 +197,9 @@ def _decode(entry: TensorEntry, stored: Tensor | None, other: Tensor | None, eac
         return stored
     assert other is not None
     if entry.kind in DIFFERENCES:
-        return apply_residual(cast(Kind, entry.kind), stored, entry.predict(other), each=each)
+        return apply_residual(
+            cast(ResidualKind, entry.kind), stored, entry.predict(other), each=each
+        )
     if entry.kind == GROUPED:
         return ungroup_bytes(stored, other.to(entry.dtype)).view(entry.like.shape)
     assert entry.step is not None

@@ -19,7 +19,7 @@ from slimtensors.codecs.huffman import Huffman
 from slimtensors.codecs.integer import Int
 from slimtensors.codecs.plan import Plan, relative_error
 from slimtensors.codecs.protocol import Codec
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.tensor import Spec, Zeros, ceil_div, count_zeros
 
 Effort = Literal["fast", "max"]
@@ -206,7 +206,7 @@ def find(preset: "str | Plan | Chooser") -> Chooser:
         kind = type(preset).__name__
         raise ConfigError(f"a preset is a name, a Plan or a function, got {kind}")
     if preset not in PRESETS:
-        raise ConfigError(f"unknown preset {preset!r}; {nearest(preset, PRESETS)}")
+        raise ConfigError(f"unknown preset {preset!r}; {suggest(preset, PRESETS)}")
     return PRESETS[preset]
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, runtime_checkabl
 
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, FormatError, UnknownCodecError, nearest
+from slimtensors.errors import ConfigError, FormatError, UnknownCodecError, suggest
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Json, Parts, Spec
 
@@ -118,7 +118,7 @@ def find(name: str) -> type[Codec]:
         for entry in entry_points(group=_ENTRY_POINTS, name=name):
             register(entry.load())
     if name not in _registry:
-        raise UnknownCodecError(f"unknown codec {name!r}; {nearest(name, names())}")
+        raise UnknownCodecError(f"unknown codec {name!r}; {suggest(name, names())}")
     return _registry[name]
 
 

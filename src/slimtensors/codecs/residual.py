@@ -11,9 +11,9 @@ from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import QUANTIZED_DTYPES, Spec, allocate, as_bytes, ceil_div
 
-Kind = Literal["whole", "difference", "by-exponent"]
+ResidualKind = Literal["whole", "difference", "by-exponent"]
 """The tensor itself; its difference from the base; the difference, sorted by base exponents."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[ResidualKind, ...] = get_args(ResidualKind)
 
 Cost = Callable[[Tensor], float]
 """Estimates the stored size of a tensor."""
@@ -31,7 +31,7 @@ _MANTISSA = {
 
 
 def residual(
-    kind: Kind, x: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
+    kind: ResidualKind, x: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
 ) -> Tensor:
     """Return the residual of `x` against `base`, which has the same dtype and shape.
 
@@ -47,7 +47,7 @@ def residual(
 
 
 def apply_residual(
-    kind: Kind, r: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
+    kind: ResidualKind, r: Tensor, base: Tensor, *, by: Tensor | None = None, each: Each = serially
 ) -> Tensor:
     """Return the tensor with the residual `r` against `base`."""
     if kind == "whole":
@@ -60,9 +60,9 @@ def apply_residual(
 
 def choose_residual(
     x: Tensor, base: Tensor, cost: Cost, *, by: Tensor | None = None, each: Each = serially
-) -> tuple[Kind, Tensor]:
+) -> tuple[ResidualKind, Tensor]:
     """Return the cheapest kind of residual, and the residual."""
-    best: tuple[Kind, Tensor] = ("whole", x)
+    best: tuple[ResidualKind, Tensor] = ("whole", x)
     smallest = cost(x)
     for kind in applicable_kinds(Spec.of(x)):
         r = residual(kind, x, base, by=by, each=each)
@@ -71,7 +71,7 @@ def choose_residual(
     return best
 
 
-def applicable_kinds(spec: Spec) -> Iterator[Kind]:
+def applicable_kinds(spec: Spec) -> Iterator[ResidualKind]:
     """Yield the kinds that apply to tensors of this spec, besides `whole`."""
     plain = not spec.dtype.is_complex and spec.dtype not in QUANTIZED_DTYPES
     if plain and spec.numel and spec.dtype.itemsize in _UNSIGNED:

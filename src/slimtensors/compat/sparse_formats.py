@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slimtensors.archive import Archive, save
 from slimtensors.archive.summary import Summary
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.config_json import SparsityConfig
 from slimtensors.storage import StrPath
 
@@ -50,7 +50,7 @@ def save_compressed(
     return save(
         tensors,
         save_path,
-        preset=preset_of(compression_format),
+        preset=find_preset(compression_format),
         dialect="compressed-tensors",
         max_shard_size=max_shard_size,
         threads=threads,
@@ -76,7 +76,7 @@ def load_compressed(
         storage_options: options of fsspec for a URL.
     """
     if compression_config is not None:
-        preset_of(compression_config.format)
+        find_preset(compression_config.format)
     archive = Archive(compressed_tensors, storage_options=storage_options)
     return archive.items(device=device, threads=threads)
 
@@ -103,11 +103,11 @@ def save_compressed_model(
     )
 
 
-def preset_of(name: str) -> str:
+def find_preset(name: str) -> str:
     """Return the preset for a format of compressed-tensors; raise if there is none."""
     known = name.replace("_", "-")
     if known not in _PRESET_BY_FORMAT:
         raise ConfigError(
-            f"unknown compression format {name!r}; {nearest(known, _PRESET_BY_FORMAT)}"
+            f"unknown compression format {name!r}; {suggest(known, _PRESET_BY_FORMAT)}"
         )
     return _PRESET_BY_FORMAT[known]

@@ -37,7 +37,7 @@ from slimtensors.tensor import Json
 _CHUNK = 1 << 24
 _WORK = ".slimtensors-work"
 
-Kind = Literal["files", "parts"]
+BuildKind = Literal["files", "parts"]
 """Files of the finished folder, or parts of files that are joined later."""
 
 
@@ -163,7 +163,7 @@ class BuildFolder(ABC):
         if difference := _compare_jobs(json.loads(self._read_job()), job):
             raise MismatchError(f"{self}: this rank runs another job: {difference}")
 
-    def find(self, kind: Kind, key: str) -> Record | None:
+    def find(self, kind: BuildKind, key: str) -> Record | None:
         """Return the record of finished files that are unchanged; forget changed ones."""
         if not self.is_finished(kind, key):
             return None
@@ -180,20 +180,20 @@ class BuildFolder(ABC):
         self._remove_record(kind, key)
         return None
 
-    def load(self, kind: Kind, key: str) -> Record:
+    def load(self, kind: BuildKind, key: str) -> Record:
         """Return the record of finished files without checking the files."""
         return Record.from_text(self._read_record(kind, key))
 
     @abstractmethod
-    def is_finished(self, kind: Kind, key: str) -> bool:
+    def is_finished(self, kind: BuildKind, key: str) -> bool:
         """Return True if there is a record."""
 
     @abstractmethod
-    def put(self, kind: Kind, key: str, write: Write) -> Record:
+    def put(self, kind: BuildKind, key: str, write: Write) -> Record:
         """Call `write` to make files, store them, and store their record."""
 
     @abstractmethod
-    def location(self, kind: Kind, file: str) -> Location:
+    def location(self, kind: BuildKind, file: str) -> Location:
         """Return the location of a file."""
 
     @abstractmethod
@@ -220,13 +220,13 @@ class BuildFolder(ABC):
     def _read_job(self) -> bytes: ...
 
     @abstractmethod
-    def _read_record(self, kind: Kind, key: str) -> bytes: ...
+    def _read_record(self, kind: BuildKind, key: str) -> bytes: ...
 
     @abstractmethod
-    def _remove_record(self, kind: Kind, key: str) -> None: ...
+    def _remove_record(self, kind: BuildKind, key: str) -> None: ...
 
     @abstractmethod
-    def _fingerprint(self, kind: Kind, file: str) -> str: ...
+    def _fingerprint(self, kind: BuildKind, file: str) -> str: ...
 
 
 class LocalBuildFolder(BuildFolder):
@@ -257,10 +257,10 @@ class LocalBuildFolder(BuildFolder):
         self._remove_unfinished()
         path.write_text(json.dumps(job))
 
-    def is_finished(self, kind: Kind, key: str) -> bool:  # noqa: D102
+    def is_finished(self, kind: BuildKind, key: str) -> bool:  # noqa: D102
         return self._record(kind, key).exists()
 
-    def put(self, kind: Kind, key: str, write: Write) -> Record:  # noqa: D102
+    def put(self, kind: BuildKind, key: str, write: Write) -> Record:  # noqa: D102
         folder = self._work / kind
         folder.mkdir(exist_ok=True)
         record = write(folder)
@@ -272,7 +272,7 @@ class LocalBuildFolder(BuildFolder):
         write_file_atomically(path, record.to_text().encode())
         return record
 
-    def location(self, kind: Kind, file: str) -> Location:  # noqa: D102
+    def location(self, kind: BuildKind, file: str) -> Location:  # noqa: D102
         return LocalLocation(self._work / kind / file)
 
     def copy(self, name: str, original: Location) -> None:  # noqa: D102
@@ -312,19 +312,19 @@ class LocalBuildFolder(BuildFolder):
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _record(self, kind: Kind, key: str) -> Path:
+    def _record(self, kind: BuildKind, key: str) -> Path:
         return self._work / "records" / kind / f"{key}.json"
 
     def _read_job(self) -> bytes:
         return (self._work / "job.json").read_bytes()
 
-    def _read_record(self, kind: Kind, key: str) -> bytes:
+    def _read_record(self, kind: BuildKind, key: str) -> bytes:
         return self._record(kind, key).read_bytes()
 
-    def _remove_record(self, kind: Kind, key: str) -> None:
+    def _remove_record(self, kind: BuildKind, key: str) -> None:
         self._record(kind, key).unlink()
 
-    def _fingerprint(self, kind: Kind, file: str) -> str:
+    def _fingerprint(self, kind: BuildKind, file: str) -> str:
         """Return size and checksum."""
         total = 0
         with (self._work / kind / file).open("rb") as stream:
@@ -359,10 +359,10 @@ class RemoteBuildFolder(BuildFolder):
             self._clear(job)
         self._mark.write(json.dumps(job).encode())
 
-    def is_finished(self, kind: Kind, key: str) -> bool:  # noqa: D102
+    def is_finished(self, kind: BuildKind, key: str) -> bool:  # noqa: D102
         return self._record(kind, key).exists()
 
-    def put(self, kind: Kind, key: str, write: Write) -> Record:  # noqa: D102
+    def put(self, kind: BuildKind, key: str, write: Write) -> Record:  # noqa: D102
         with tempfile.TemporaryDirectory(prefix="slimtensors-") as name:
             record = write(Path(name))
             for file in record.files:
@@ -372,7 +372,7 @@ class RemoteBuildFolder(BuildFolder):
         self._record(kind, key).write(record.to_text().encode())
         return record
 
-    def location(self, kind: Kind, file: str) -> RemoteLocation:  # noqa: D102
+    def location(self, kind: BuildKind, file: str) -> RemoteLocation:  # noqa: D102
         return self._target.child(file) if kind == "files" else self._work.child(f"parts/{file}")
 
     def copy(self, name: str, original: Location) -> None:  # noqa: D102
@@ -412,19 +412,19 @@ class RemoteBuildFolder(BuildFolder):
             if name != INCOMPLETE:
                 self._target.child(name).remove()
 
-    def _record(self, kind: Kind, key: str) -> RemoteLocation:
+    def _record(self, kind: BuildKind, key: str) -> RemoteLocation:
         return self._work.child(f"records/{kind}/{key}.json")
 
     def _read_job(self) -> bytes:
         return self._mark.read()
 
-    def _read_record(self, kind: Kind, key: str) -> bytes:
+    def _read_record(self, kind: BuildKind, key: str) -> bytes:
         return self._record(kind, key).read()
 
-    def _remove_record(self, kind: Kind, key: str) -> None:
+    def _remove_record(self, kind: BuildKind, key: str) -> None:
         self._record(kind, key).remove()
 
-    def _fingerprint(self, kind: Kind, file: str) -> str:
+    def _fingerprint(self, kind: BuildKind, file: str) -> str:
         return self.location(kind, file).stamp()
 
 

@@ -13,7 +13,7 @@ from slimtensors.archive.summary import Summary
 from slimtensors.codecs import presets
 from slimtensors.codecs.presets import Choice, Chooser, StatsRule
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.config_json import describe_compression, remove_compression
 from slimtensors.folder.job import build_folder, describe_job
 from slimtensors.folder.processes import ProcessGroup
@@ -212,7 +212,7 @@ def check_globs(names: Iterable[str], globs: list[str]) -> None:
     known = list(names)
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in known):
-            hint = nearest(glob, known[:2000]) if len(known) < 20 else "see slimtensors inspect"
+            hint = suggest(glob, known[:2000]) if len(known) < 20 else "see slimtensors inspect"
             raise ConfigError(f"{glob!r} matches no tensor; {hint}")
 
 

@@ -17,7 +17,7 @@ import torch
 from slimtensors.archive.dialects import VERSION
 from slimtensors.archive.summary import Summary
 from slimtensors.codecs.statistics import Sparsity, merge
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.storage import Location, StrPath, locate, weight_files, write_json
 from slimtensors.tensor import Json, dtype_name, find_dtype
@@ -268,7 +268,7 @@ class SparsityConfig:
         """Parse the JSON form; `global_sparsity` may be text, as in older files."""
         known = {field.name for field in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"sparsity_config: unknown key {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"sparsity_config: unknown key {key!r}; {suggest(key, known)}")
         values = dict(data)
         if "global_sparsity" in values:
             values["global_sparsity"] = float(values["global_sparsity"])

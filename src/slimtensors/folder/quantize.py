@@ -13,7 +13,7 @@ from slimtensors.archive.summary import Summary
 from slimtensors.codecs import Bitmask, Huffman, presets
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Choice
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.compress import compress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
@@ -208,7 +208,7 @@ def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationC
     written = find_codec_format(Quantized(scheme.weights, packed=requested == "pack-quantized"))
     same = {written, "naive-quantized"} if written in _UNPACKED else {written}
     if requested not in formats.list_names():
-        hint = nearest(requested, formats.list_names())
+        hint = suggest(requested, formats.list_names())
         raise ConfigError(f"{group}: unknown format {requested!r}; {hint}")
     if requested not in same:
         raise ConfigError(f"{group}: format {requested} does not fit its codes; use {written}")

@@ -48,7 +48,7 @@ def vllm_version() -> str:
         return "(unknown version)"
 
 
-def experts_classes() -> tuple[type, Any] | None:
+def find_expert_classes() -> tuple[type, Any] | None:
     """Return the class of expert layers and its dense method, or None if vLLM has no such names.
 
     Versions without these names use dense experts where `get_quant_method` returns None.
@@ -74,7 +74,7 @@ def register_classes() -> None:
 
     if METHOD in QUANTIZATION_METHODS:
         return
-    experts = experts_classes()
+    experts = find_expert_classes()
 
     class SlimLoader(BaseModelLoader):
         """Decode a folder tensor by tensor while the model loads them."""

@@ -68,7 +68,7 @@ def fitting_layers(
     return found
 
 
-def unmatched_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
+def find_unmatched_targets(model: nn.Module, targets: Iterable[str]) -> list[str]:
     """Return the targets that match no layer."""
     layers = collect_layers(model)
     return [target for target in targets if not _match_target(model, layers, target)]

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError, SingularError, SlimError, nearest
+from slimtensors.errors import ConfigError, SingularError, SlimError, suggest
 from slimtensors.layerwise.engine import (
     BlockStack,
     Progress,
@@ -158,7 +158,7 @@ def _find_method(method: str | QuantizationMethod) -> QuantizationMethod:
     if not isinstance(method, str):
         return method
     if method not in METHODS:
-        raise ConfigError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+        raise ConfigError(f"unknown method {method!r}; {suggest(method, METHODS)}")
     return METHODS[method]
 
 

@@ -22,7 +22,7 @@ from slimtensors.storage import (
 )
 from slimtensors.tensor import Json, Spec, as_bytes, to_cpu, view_as
 
-STATE = "quantization.json"
+INDEX_FILE = "quantization.json"
 _VERSION = 1
 _CHECKSUMS = "crc32c"
 
@@ -37,8 +37,8 @@ class WorkFolder:
         self._folder = local_path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._state: Json = {"version": _VERSION, "made_of": dict(digests), "finished": {}}
-        if (self._folder / STATE).exists():
-            self._resume(self._folder / STATE)
+        if (self._folder / INDEX_FILE).exists():
+            self._resume(self._folder / INDEX_FILE)
 
     def _resume(self, path: Path) -> None:
         try:
@@ -78,7 +78,7 @@ class WorkFolder:
         file = f"{len(self._state['finished']):05d}.safetensors"
         _write_tensors(self._folder / file, tensors)
         self._state["finished"][name] = {"file": file, "report": report}
-        write_json(self._folder / STATE, self._state)
+        write_json(self._folder / INDEX_FILE, self._state)
 
 
 def compute_digests(

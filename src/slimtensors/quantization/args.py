@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.tensor import DTYPES, Json, dtype_name
 
 
@@ -115,7 +115,7 @@ class QuantizationArgs:
         """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
         known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"unknown quantization argument {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"unknown quantization argument {key!r}; {suggest(key, known)}")
         values = dict(data)
         for key in ("scale_dtype", "zp_dtype"):
             if isinstance(values.get(key), str):
@@ -160,13 +160,13 @@ E = TypeVar("E", bound=StrEnum)
 def _parse_choice(kind: type[E], value: Any, key: str) -> E:
     text = str(value).lower()
     if text not in set(kind):
-        raise ConfigError(f"unknown {key} {value!r}; {nearest(text, list(kind))}")
+        raise ConfigError(f"unknown {key} {value!r}; {suggest(text, list(kind))}")
     return kind(text)
 
 
 def _parse_dtype(name: str, key: str) -> torch.dtype:
     if name not in DTYPES:
-        raise ConfigError(f"unknown {key} {name!r}; {nearest(name, DTYPES)}")
+        raise ConfigError(f"unknown {key} {name!r}; {suggest(name, DTYPES)}")
     return DTYPES[name]
 
 

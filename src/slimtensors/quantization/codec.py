@@ -121,7 +121,7 @@ class Quantized:
         return codes, Params(scale, *others)
 
     @property
-    def _kind(self) -> kernels.Kind:
+    def _kind(self) -> kernels.CodeKind:
         args = self.arguments
         if args.type is QuantizationType.FLOAT:
             return "fp4" if args.num_bits == 4 else "fp8"
@@ -148,7 +148,7 @@ class Quantized:
     def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
         """Raise `CorruptFileError` if parts do not fit a tensor of this spec."""
         args = self.arguments
-        kind: kernels.Kind = "int" if self._kind == "fp4" and not self.packed else self._kind
+        kind: kernels.CodeKind = "int" if self._kind == "fp4" and not self.packed else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
             raise CorruptFileError(f"a tensor of {like} cannot be quantized")
         if Spec.of(codes) != kernels.stored_spec(like.shape, args, kind):

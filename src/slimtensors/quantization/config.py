@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.tensor import Json
@@ -96,7 +96,7 @@ class QuantizationConfig:
         section = _find_section(data)
         known = {entry.name for entry in fields(cls)}
         for key in section.keys() - known - _RUNTIME_KEYS:
-            raise ConfigError(f"unknown key {key!r} in quantization_config; {nearest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in quantization_config; {suggest(key, known)}")
         values = {key: x for key, x in section.items() if key in known and x is not None}
         values.setdefault("version", None)
         method = values.get("quant_method", "compressed-tensors")
@@ -176,5 +176,5 @@ def _parse_status(status: object) -> QuantizationStatus:
     try:
         return QuantizationStatus(str(status))
     except ValueError:
-        known = nearest(str(status), map(str, QuantizationStatus))
+        known = suggest(str(status), map(str, QuantizationStatus))
         raise ConfigError(f"unknown quantization_status {status!r}; {known}") from None

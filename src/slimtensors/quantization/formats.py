@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, suggest
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import kernels
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
-from slimtensors.quantization.kernels import Kind, Layout
+from slimtensors.quantization.kernels import CodeKind, Layout
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.tensor import Spec, ceil_div
 
@@ -42,7 +42,7 @@ class StoredWeight:
     """A quantized weight in the representation of a file."""
 
     codes: Tensor
-    kind: Kind
+    kind: CodeKind
     """Representation of the codes."""
     shape: tuple[int, ...]
     """Shape of the dense weight."""
@@ -63,7 +63,7 @@ class Format:
 
     name: str
     """Name in configs."""
-    kind: Callable[[QuantizationArgs], Kind]
+    kind: Callable[[QuantizationArgs], CodeKind]
     check: Check
     write: Write
     read: Read
@@ -121,7 +121,7 @@ def find(name: str, *, version: str | None = None) -> Format:
     The release matters only for codes of 3, 5, 6 and 7 bits whose layout is ambiguous.
     """
     if name not in _FORMATS:
-        raise ConfigError(f"unknown format {name!r}; {nearest(name, _FORMATS)}")
+        raise ConfigError(f"unknown format {name!r}; {suggest(name, _FORMATS)}")
     return replace(_FORMATS[name], version=version)
 
 
@@ -212,7 +212,7 @@ def _read_exponents(parts: Mapping[str, Tensor]) -> Tensor:
     return scale
 
 
-def _plain_kind(args: QuantizationArgs) -> Kind:
+def _plain_kind(args: QuantizationArgs) -> CodeKind:
     return "int" if args.dtype is torch.int8 else "fp8"
 
 

@@ -18,7 +18,7 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.tensor import KERNEL_FLOATS, Spec, allocate, as_bytes, ceil_div, dtype_name
 
-Kind = Literal["int", "packed", "fp4", "fp8"]
+CodeKind = Literal["int", "packed", "fp4", "fp8"]
 """How codes are stored: one integer per byte, words, two 4-bit floats per byte, 8-bit floats."""
 
 Layout = Literal["stream", "words"]
@@ -41,7 +41,7 @@ _NOT_FINITE = "contains NaN or infinity, which cannot be quantized; leave it unq
 
 
 def compress(
-    weight: Tensor, params: Params, args: QuantizationArgs, kind: Kind, each: Each = serially
+    weight: Tensor, params: Params, args: QuantizationArgs, kind: CodeKind, each: Each = serially
 ) -> Tensor:
     """Quantize a weight and return its codes as they are stored; `each` runs parts of the work."""
     affine.check_weight(weight, args)
@@ -71,7 +71,7 @@ def compress(
 
 def decompress(
     stored: Tensor,
-    kind: Kind,
+    kind: CodeKind,
     params: Params,
     args: QuantizationArgs,
     shape: tuple[int, ...],
@@ -116,14 +116,14 @@ def decompress(
     return out
 
 
-def pack_codes(codes: Tensor, args: QuantizationArgs, kind: Kind) -> Tensor:
+def pack_codes(codes: Tensor, args: QuantizationArgs, kind: CodeKind) -> Tensor:
     """Return codes, one per item, as they are stored."""
     if kind == "packed":
         return pack_bits(codes, args.num_bits)
     return codes[..., ::2] | codes[..., 1::2] << 4 if kind == "fp4" else codes
 
 
-def unpack_codes(stored: Tensor, args: QuantizationArgs, kind: Kind, columns: int) -> Tensor:
+def unpack_codes(stored: Tensor, args: QuantizationArgs, kind: CodeKind, columns: int) -> Tensor:
     """Return stored codes as one code per item."""
     if kind == "packed":
         return unpack_bits(stored, args.num_bits, columns)
@@ -132,7 +132,7 @@ def unpack_codes(stored: Tensor, args: QuantizationArgs, kind: Kind, columns: in
     return stored
 
 
-def stored_spec(shape: tuple[int, ...], args: QuantizationArgs, kind: Kind) -> Spec:
+def stored_spec(shape: tuple[int, ...], args: QuantizationArgs, kind: CodeKind) -> Spec:
     """Return dtype and shape of the stored codes of a weight."""
     *outer, columns = shape
     if kind == "packed":

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, StatusError, nearest
+from slimtensors.errors import ConfigError, StatusError, suggest
 from slimtensors.quantization.affine import (
     Params,
     check_weight,
@@ -279,7 +279,7 @@ _NOT_FINITE = "NaN or infinity was observed, which cannot be quantized; leave it
 def _observer_name(args: QuantizationArgs) -> str:
     name = args.observer or "minmax"
     if name not in OBSERVERS:
-        raise ConfigError(f"unknown observer {name!r}; {nearest(name, OBSERVERS)}")
+        raise ConfigError(f"unknown observer {name!r}; {suggest(name, OBSERVERS)}")
     return name
 
 

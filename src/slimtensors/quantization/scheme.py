@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.tensor import Json
 
@@ -131,7 +131,7 @@ class QuantizationScheme:
         """Return a named scheme such as `W4A16`."""
         known = name.upper()
         if known not in PRESETS:
-            raise ConfigError(f"unknown preset {name!r}; {nearest(known, PRESETS)}")
+            raise ConfigError(f"unknown preset {name!r}; {suggest(known, PRESETS)}")
         weights, inputs = PRESETS[known]
         return cls(targets, weights=weights, input_activations=inputs)
 
@@ -148,7 +148,7 @@ class QuantizationScheme:
         """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
         known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
-            raise ConfigError(f"unknown key {key!r} in a config group; {nearest(key, known)}")
+            raise ConfigError(f"unknown key {key!r} in a config group; {suggest(key, known)}")
         if not isinstance(data.get("targets"), list):
             raise ConfigError(f"a config group needs a list of targets, got {data}")
         parsed = {

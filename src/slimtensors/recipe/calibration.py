@@ -80,7 +80,9 @@ class Data:
             return dataset
         items = read_texts(dataset) if isinstance(dataset, str | PathLike) else dataset
         if isinstance(columns := getattr(items, "column_names", None), Mapping):
-            raise ConfigError(f"the dataset has splits: choose dataset[{next(iter(columns))!r}]")
+            raise ConfigError(
+                f"the dataset has several splits; pass dataset[{next(iter(columns))!r}]"
+            )
         if isinstance(items, Mapping):
             raise ConfigError(
                 f"expected a list of batches, got one batch of {', '.join(map(str, items))}"

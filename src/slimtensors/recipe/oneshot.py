@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slimtensors import layerwise
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import ConfigError, MismatchError, SlimError
-from slimtensors.layerwise.allocation import unmatched_targets
+from slimtensors.layerwise.allocation import find_unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.smoothing import find_norms
 from slimtensors.quantization import QuantizationConfig, targets
@@ -122,7 +122,7 @@ def check_targets(recipe: Recipe, model: nn.Module) -> None:
     for modifier in recipe.modifiers:
         try:
             if isinstance(modifier, QuantizationModifier):
-                targets.find_layers(model, config_for(model, modifier), _SilentReport())
+                targets.find_layers(model, make_config(model, modifier), _SilentReport())
             if isinstance(modifier, PruningModifier):
                 _find_layers(model, modifier)
             elif isinstance(modifier, ConstantPruning):
@@ -140,7 +140,7 @@ def needs_data(modifier: Modifier) -> bool:
     return isinstance(modifier, Wanda | SparseGPT | GPTQ | AWQ | SmoothQuant)
 
 
-def config_for(model: nn.Module, modifier: QuantizationModifier) -> QuantizationConfig:
+def make_config(model: nn.Module, modifier: QuantizationModifier) -> QuantizationConfig:
     """Return the config of a modifier; `lm_head` is ignored only if the model has one."""
     config = modifier.config
     modules = model.named_modules()
@@ -169,7 +169,7 @@ def _prune(model: nn.Module, modifier: PruningModifier, context: _StepContext) -
         folder=context.folder,
         progress=context.progress,
     )
-    unmatched = [name for name in unmatched_targets(model, modifier.ignore) if name != OUTPUT]
+    unmatched = [name for name in find_unmatched_targets(model, modifier.ignore) if name != OUTPUT]
     notes = tuple(f"ignore: {name!r} matches nothing in this model" for name in unmatched)
     return Step(modifier_name(modifier), reports, notes, modifier.structure.name)
 
@@ -222,7 +222,7 @@ def _quantize(
         method = layerwise.GPTQ(modifier.dampening_frac, modifier.static_groups)
     report = layerwise.quantize_model(
         model,
-        config_for(model, modifier),
+        make_config(model, modifier),
         calibration=context.batches,
         method=method,
         smoothing=_smoothing_method(model, modifier, smoothing),

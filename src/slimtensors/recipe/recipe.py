@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slimtensors.errors import ConfigError, MissingDependencyError, nearest
+from slimtensors.errors import ConfigError, MissingDependencyError, suggest
 from slimtensors.quantization import QuantizationArgs, QuantizationScheme
 from slimtensors.recipe.modifiers import (
     AWQ,
@@ -26,7 +26,7 @@ from slimtensors.recipe.modifiers import (
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json
 
-FILE = "recipe.yaml"
+RECIPE_FILE = "recipe.yaml"
 """File name of the recipe in the folder of the model it was applied to."""
 
 MODIFIERS: Mapping[str, type[Any]] = {
@@ -207,7 +207,7 @@ class Recipe:
 
     def save(self, folder: StrPath) -> None:
         """Write `recipe.yaml` to a folder."""
-        Path(folder, FILE).write_text(self.to_yaml(), encoding="utf-8")
+        Path(folder, RECIPE_FILE).write_text(self.to_yaml(), encoding="utf-8")
 
 
 def modifier_name(modifier: object) -> str:
@@ -258,7 +258,7 @@ def _make_modifier(name: str, data: Mapping[str, Any] | None) -> Any:
         if not arguments.keys() - _field_names(cls):
             break
     else:
-        raise ConfigError(f"{name} has no field {unknown[0]!r}; {nearest(unknown[0], accepted)}")
+        raise ConfigError(f"{name} has no field {unknown[0]!r}; {suggest(unknown[0], accepted)}")
     try:
         return cls(**arguments)
     except ConfigError as error:
@@ -277,7 +277,7 @@ def _find_classes(name: str) -> tuple[type[Any], ...]:
     if stem in MODIFIERS and name != stem:
         return (MODIFIERS[stem],)
     known = {*MODIFIERS, *(f"{each}{_SUFFIX}" for each in (*MODIFIERS, *_ALIASES))}
-    raise ConfigError(f"unknown modifier {name!r}; {nearest(name, known)}")
+    raise ConfigError(f"unknown modifier {name!r}; {suggest(name, known)}")
 
 
 def _rename_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from slimtensors.quantization.state import get_quantization, select_parts
 from slimtensors.recipe.calibration import Batch
 from slimtensors.tensor import Json, ceil_div, to_cpu
 
-FILE = "report.json"
+REPORT_FILE = "report.json"
 """File name of the report in the folder of the model."""
 
 _UNSTRUCTURED = "unstructured"

@@ -10,7 +10,7 @@ from typing import Any
 from slimtensors.archive.summary import TensorSummary
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 from slimtensors.layerwise.report import LayerReport
-from slimtensors.recipe.report import FILE, LayerState
+from slimtensors.recipe.report import REPORT_FILE, LayerState
 from slimtensors.storage import StrPath, local_path, write_json
 from slimtensors.tensor import Json
 
@@ -185,7 +185,9 @@ class Report:
             raise CorruptFileError("not a slimtensors report")
         if not isinstance(data.get("version"), int) or data["version"] > VERSION:
             found = data.get("version")
-            raise UnsupportedVersionError(f"unsupported report version {found}; update slimtensors")
+            raise UnsupportedVersionError(
+                f"unsupported report version {found}; upgrade slimtensors"
+            )
         try:
             return cls(
                 data["title"],
@@ -228,7 +230,7 @@ def read_recipe(source: StrPath) -> Json | None:
     """Return the recipe report in a file or folder, or None if there is none."""
     if "://" in str(source):
         return None
-    path = Path(source) / FILE if Path(source).is_dir() else Path(source)
+    path = Path(source) / REPORT_FILE if Path(source).is_dir() else Path(source)
     if path.suffix != ".json" or not path.is_file():
         return None
     try:

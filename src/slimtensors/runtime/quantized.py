@@ -12,12 +12,12 @@ from slimtensors.quantization import affine, kernels
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.formats import check_params
-from slimtensors.quantization.kernels import Kind
+from slimtensors.quantization.kernels import CodeKind
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.kernels import Kernels, integer_linear
 from slimtensors.tensor import Json, Spec
 
-_KINDS: dict[torch.dtype, Kind] = {
+_KINDS: dict[torch.dtype, CodeKind] = {
     torch.int8: "int",
     torch.int32: "packed",
     torch.uint8: "fp4",
@@ -105,7 +105,7 @@ class QuantizedTensor(CompressedTensor):
         args, shape = self.config.args, tuple(self.shape)
         if isinstance(self.codes, CompressedTensor):
             self.codes.check()
-        kinds: set[Kind] = {_KINDS[args.dtype], choose_kind(args)}
+        kinds: set[CodeKind] = {_KINDS[args.dtype], choose_kind(args)}
         if Spec.of(self.codes) not in [kernels.stored_spec(shape, args, kind) for kind in kinds]:
             raise CorruptFileError(
                 f"codes of {Spec.of(self.codes)} do not fit a weight of shape {shape}"
@@ -233,7 +233,7 @@ def _dequantize(
     return kernels.decompress(codes, _KINDS[codes.dtype], params, args, shape, out=out)
 
 
-def choose_kind(args: QuantizationArgs) -> Kind:
+def choose_kind(args: QuantizationArgs) -> CodeKind:
     """Return the representation of codes: integers of less than eight bits are packed."""
     return "packed" if args.dtype is torch.int8 and args.num_bits < 8 else _KINDS[args.dtype]
 

@@ -39,7 +39,7 @@ def locate(where: StrPath, *, storage_options: dict[str, Any] | None = None) -> 
 def local_path(path: StrPath) -> Path:
     """Return a local path; raise `ConfigError` if it is a URL."""
     if isinstance(path, str) and "://" in path:
-        raise ConfigError(f"{path}: is a URL; only local files and folders are supported")
+        raise ConfigError(f"{path} is a URL; only local files and folders are supported")
     if path == "":
         raise ConfigError("the path is empty")
     return Path(path)

@@ -184,7 +184,7 @@ def _choose_main(folder: Location) -> str:
     files = folder.files()
     if INCOMPLETE in files:
         raise FormatError(
-            f"{folder}: is not complete: it is being written, or a run was interrupted;"
+            f"{folder} is incomplete: it is being written, or a run was interrupted;"
             " run the same command again to continue"
         )
     for name in (SINGLE, INDEX, DELTA):

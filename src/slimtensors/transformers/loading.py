@@ -34,7 +34,7 @@ from slimtensors.errors import (
     CorruptFileError,
     MismatchError,
     UnsupportedVersionError,
-    nearest,
+    suggest,
 )
 from slimtensors.folder.config_json import COMPRESSED_TENSORS, METHOD, parse_quantization
 from slimtensors.parallel import Workers
@@ -85,7 +85,7 @@ class SlimConfig(QuantizationConfigMixin):
         known |= {"run_compressed"}
         for key in unknown:
             raise ConfigError(
-                f"config.json: quantization_config: unknown key {key!r}; {nearest(key, known)}"
+                f"config.json: quantization_config: unknown key {key!r}; {suggest(key, known)}"
             )
         self.quant_method = quant_method
         self.version = version

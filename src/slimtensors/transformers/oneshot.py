@@ -29,8 +29,8 @@ from slimtensors.quantization import QuantizationConfig
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.calibration import Batch, batches_for
 from slimtensors.recipe.modifiers import QuantizationModifier
-from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, config_for
-from slimtensors.recipe.report import FILE, Report, measure
+from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, make_config
+from slimtensors.recipe.report import REPORT_FILE, Report, measure
 from slimtensors.storage import INDEX, StrPath, note_parameters, write_json
 from slimtensors.storage.atomic import create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
@@ -119,7 +119,7 @@ def save_model(
     enable(model)
     quantizing = [each for each in recipe.modifiers if isinstance(each, QuantizationModifier)]
     if quantizing and save_compressed:
-        config = config_for(model, quantizing[0])
+        config = make_config(model, quantizing[0])
         if report.sparsity < _SPARSE or config.has_activations:
             format = _save_quantized(model, config, folder)
         else:
@@ -129,7 +129,7 @@ def save_model(
         format = read_quantization_section(read_config(folder)).get("preset", "dense")
     report = report.stored_as(format, inspect(folder))
     recipe.save(folder)
-    write_json(folder / FILE, report.to_json())
+    write_json(folder / REPORT_FILE, report.to_json())
     return report
 
 

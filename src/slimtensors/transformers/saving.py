@@ -15,7 +15,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions,
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
-from slimtensors.compat.sparse_formats import preset_of
+from slimtensors.compat.sparse_formats import find_preset
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
     SparsityConfig,
@@ -150,7 +150,7 @@ class SavePretrained:
         self, sparsity_config: SparsityConfig | None, save_compressed: bool | None
     ) -> str:
         if sparsity_config is not None:
-            return preset_of(sparsity_config.format)
+            return find_preset(sparsity_config.format)
         if save_compressed is False:
             return "dense"
         if self._stored.preset is not None:

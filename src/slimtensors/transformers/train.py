@@ -19,7 +19,7 @@ from slimtensors.recipe import ConstantPruning, Distillation, Modifier, Recipe, 
 from slimtensors.recipe.modifiers import PruningModifier, QuantizationModifier, TrainingModifier
 from slimtensors.recipe.oneshot import apply_recipe, check_recipe, check_targets
 from slimtensors.recipe.recipe import modifier_name
-from slimtensors.recipe.report import FILE, Report, Step
+from slimtensors.recipe.report import REPORT_FILE, Report, Step
 from slimtensors.recipe.training import key_by_parameter
 from slimtensors.storage import SINGLE, StrPath, local_path, write_json
 from slimtensors.transformers.auto import load_model, load_tokenizer
@@ -279,7 +279,7 @@ def _save_module(run: _Run, folder: Path, preset: str) -> TrainingReport:
     summary = save(run.model.state_dict(), folder / SINGLE, preset=preset)
     report = run.make_report().stored_as(preset, summary)
     run.recipe.save(folder)
-    write_json(folder / FILE, report.to_json())
+    write_json(folder / REPORT_FILE, report.to_json())
     return report
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import SaveStrategy
 
 from slimtensors.checkpoint import Point, load_checkpoint, restore_checkpoint
-from slimtensors.errors import ConfigError, nearest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.recipe import Stage
 from slimtensors.recipe.modifiers import Distillation
 from slimtensors.recipe.training import StageMasks, TrainingLength, answers_divergence, build_masks
@@ -142,7 +142,7 @@ def parse_arguments(args: Any, folder: Path) -> TrainingArguments:
     if isinstance(args, Mapping):
         known = {each.name for each in fields(TrainingArguments) if each.init}
         for name in args.keys() - known:
-            raise ConfigError(f"training_args: unknown key {name!r}; {nearest(str(name), known)}")
+            raise ConfigError(f"training_args: unknown key {name!r}; {suggest(str(name), known)}")
         # On a CPU, torch would warn about pinned memory, and bf16 would be refused.
         is_cpu = not torch.accelerator.is_available()
         defaults = {"dataloader_pin_memory": not is_cpu, "use_cpu": is_cpu}

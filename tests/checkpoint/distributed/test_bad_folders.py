@@ -136,9 +136,9 @@ def test_an_inconsistent_manifest_raises(copy, edit, message):
 
 def test_a_newer_format_version_raises(copy):
     edit_manifest(copy, lambda data: data.update(version=99))
-    with pytest.raises(UnsupportedVersionError, match=r"version 99.*update slimtensors"):
+    with pytest.raises(UnsupportedVersionError, match=r"version 99.*upgrade slimtensors"):
         read_distributed_manifest(copy)
-    with pytest.raises(CheckpointException, match=r"version 99.*update slimtensors"):
+    with pytest.raises(CheckpointException, match=r"version 99.*upgrade slimtensors"):
         load(copy, state(rows=100))
 
 

@@ -339,9 +339,9 @@ def test_checkpoint_id_sets_the_path(tmp_path):
 
 @pytest.mark.parametrize("kind", [StorageReader, StorageWriter])
 def test_a_url_raises(kind):
-    with pytest.raises(ConfigError, match="s3://a: is a URL; only local files and folders"):
+    with pytest.raises(ConfigError, match="s3://a is a URL; only local files and folders"):
         kind("s3://a")
-    with pytest.raises(ConfigError, match="s3://a: is a URL"):
+    with pytest.raises(ConfigError, match="s3://a is a URL"):
         kind().reset("s3://a")
 
 

@@ -19,7 +19,7 @@ from slimtensors.archive.dialects.entries import (
 )
 from slimtensors.archive.dialects.slim import BlobMember
 from slimtensors.codecs.plan import Encoded, Plan
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError, nearest
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, suggest
 from slimtensors.parallel import Each
 from slimtensors.storage import StoredFile
 from slimtensors.tensor import Json, Spec
@@ -60,7 +60,7 @@ def names() -> list[str]:
 def find(name: str) -> Dialect:
     """Return the dialect called `name`."""
     if name not in _DIALECTS:
-        raise ConfigError(f"unknown dialect {name!r}; {nearest(name, _DIALECTS)}")
+        raise ConfigError(f"unknown dialect {name!r}; {suggest(name, _DIALECTS)}")
     return _DIALECTS[name]
 
 

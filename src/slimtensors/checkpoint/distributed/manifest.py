@@ -126,7 +126,7 @@ class DistributedManifest:
             raise CorruptFileError("not the manifest of a distributed checkpoint")
         if type(data.get("version")) is int and data["version"] > VERSION:
             raise UnsupportedVersionError(
-                f"format version {data['version']} is newer than {VERSION}; update slimtensors"
+                f"format version {data['version']} is newer than {VERSION}; upgrade slimtensors"
             )
         body, _, checksum = text.rpartition(_CHECKSUM)
         if checksum != f"{_core.crc32c(body.encode())}\n}}\n":
