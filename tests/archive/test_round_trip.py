@@ -316,7 +316,7 @@ def test_names_like_those_of_parts_have_no_meaning_beside_a_plain_tensor(tmp_pat
 @pytest.mark.parametrize("limit", [None, 1])
 def test_a_name_that_conflicts_with_a_part_raises(tmp_path, part, limit):
     given_tensors = {"a": torch.eye(64), part: torch.ones(3)}
-    with pytest.raises(ConfigError, match=f"{part}: name of a tensor and of a part"):
+    with pytest.raises(ConfigError, match=f"{part}: tensor name conflicts with a part"):
         slimtensors.save(
             given_tensors, tmp_path / "x", dialect="compressed-tensors", max_shard_size=limit
         )

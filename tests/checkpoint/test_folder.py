@@ -42,7 +42,7 @@ def test_a_checkpoint_folder_contains_tensors_and_json(tmp_path, state):
 def test_an_empty_folder_is_used_and_a_non_empty_one_raises(tmp_path, state):
     (tmp_path / "empty").mkdir()
     save_checkpoint(state, tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"empty: already exists and is not empty"):
+    with pytest.raises(ConfigError, match=r"empty already exists and is not empty"):
         save_checkpoint(state, tmp_path / "empty")
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):

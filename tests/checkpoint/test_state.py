@@ -82,7 +82,7 @@ def test_an_unsupported_value_raises_with_its_path(tmp_path):
 
 
 def test_a_value_that_is_not_a_dict_raises_with_its_type(tmp_path):
-    with pytest.raises(UnsupportedTensorError, match="build_checkpoint returns, not a Linear"):
+    with pytest.raises(UnsupportedTensorError, match="returned by build_checkpoint, got Linear"):
         save_checkpoint(nn.Linear(2, 2), tmp_path / "here")
 
 

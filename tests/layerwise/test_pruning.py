@@ -319,7 +319,7 @@ def test_shares_may_differ_by_block_and_by_target():
         per_target(layers, {"re:.*mlp": 0.7})
     with pytest.raises(ConfigError, match="conflicting sparsities"):
         per_target(layers, {"Linear": 0.5, "re:.*mlp": 0.7, "re:.*up_proj": 0.6})
-    with pytest.raises(ConfigError, match=r"'re:\.\*mlb': matches no layer"):
+    with pytest.raises(ConfigError, match=r"'re:\.\*mlb' matches no layer"):
         per_target(layers, {"Linear": 0.5, "re:.*mlb": 0.7})
 
 

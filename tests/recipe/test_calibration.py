@@ -174,7 +174,7 @@ def test_invalid_options_and_files_raise(tmp_path):
         Data.of(TEXTS).batches(Calibration())
     several = Table([{"text": "x"}])
     several.column_names = {"train": ["text"], "test": ["text"]}
-    with pytest.raises(ConfigError, match="choose dataset\\['train'\\]"):
+    with pytest.raises(ConfigError, match="pass dataset\\['train'\\]"):
         Data.of(several)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "x"}\n{')

@@ -406,7 +406,7 @@ def test_the_teachers_outputs_are_mixed_into_the_loss(tmp_path, steps):
         (ConstantPruning(), Lines(), {"load_best_model_at_end": True}, "load_best_model_at_end"),
         (MovementPruning(end=99), Lines(), {}, "ends after 99 epochs, but training lasts 1.5"),
         (MovementPruning(mask_structure="2:4", apply_globally=True), Lines(), {}, "globally"),
-        ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by MovementPruning and by"),
+        ([MovementPruning(), ConstantPruning()], Lines(), {}, "pruned by both MovementPruning and"),
         (ConstantPruning(), ["text"], {}, "texts need a tokenizer"),
         (ConstantPruning(), "no.txt", {}, "no.txt: file not found"),
         ([Quantize("W8A16"), GPTQ("W4A16")], Lines(), {}, "a model can be quantized only once"),
