@@ -1,10 +1,11 @@
-"""Files as bytes: taken apart, forged, and loaded in a process of their own."""
+"""Parse and forge files, and run programs in child processes."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from slimtensors import _core
 from slimtensors.errors import FormatError
 
 TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS)}
+"""Environment of a program that imports modules of the tests."""
+LOAD_WITH_LIMIT = TESTS / "archive" / "programs" / "load_with_limit.py"
 
 
 def sample() -> dict[str, Tensor]:
@@ -117,14 +121,24 @@ def refused(
     return message
 
 
-def run(code: str, *args: object, timeout: float = 60, **options: Any) -> str:
-    """Run Python code in a process of its own, which must succeed; return what it printed."""
+def run_program(
+    program: Path,
+    *args: object,
+    command: Sequence[object] = (),
+    timeout: float = 60,
+    env: Mapping[str, str] = ENVIRONMENT,
+    **options: Any,
+) -> str:
+    """Run a Python file in a child process, which must succeed; return its output.
+
+    `command` is a program that starts Python, with its arguments.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
+        [*map(str, command), sys.executable, program, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=timeout,
-        cwd=TESTS,
+        env=env,
         check=False,
         **options,
     )
@@ -132,30 +146,11 @@ def run(code: str, *args: object, timeout: float = 60, **options: Any) -> str:
     return done.stdout
 
 
-LIMITED = """
-import json, resource, sys
-import torch, slimtensors
-torch.set_num_threads(1)
-slimtensors.load(sys.argv[2])  # so that everything is imported and warm
-pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-allowed = int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_AS, (pages + allowed, pages + allowed))
-for path in json.load(sys.stdin):
-    try:
-        slimtensors.load(path, threads=1)
-        found = "loaded"
-    except slimtensors.errors.FormatError as error:
-        found = "FormatError: " + str(error)
-    except BaseException as error:
-        found = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
-"""
-
-
-def outcomes(paths: list[Path], good: Path, *, memory: int = 64 << 20) -> list[str]:
-    """Load files in one process that may take only `memory` more bytes; say how each ended."""
-    text = run(LIMITED, memory, good, input=json.dumps([str(path) for path in paths]), timeout=100)
-    return [json.loads(line) for line in text.splitlines()]
+def load_with_limit(paths: list[Path], valid: Path, *, memory: int = 64 << 20) -> list[str]:
+    """Load files in a child process limited to `memory` more bytes; return the outcomes."""
+    text = json.dumps([str(path) for path in paths])
+    output = run_program(LOAD_WITH_LIMIT, memory, valid, input=text, timeout=100)
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def leftovers(folder: Path) -> list[str]:

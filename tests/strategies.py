@@ -23,7 +23,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have the same dtype, shape and bits."""
+    """Return True if two tensors have the same dtype, shape and bits."""
     return a.dtype == b.dtype and a.shape == b.shape and raw_bytes(a) == raw_bytes(b)
 
 

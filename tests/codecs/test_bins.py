@@ -1,23 +1,25 @@
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bins_samples import CONTENTS, DTYPE_NAMES, make_tensor, make_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reliability_tools import ENVIRONMENT, run_program
+from strategies import same_bits
 
 from slimtensors import _core
 from slimtensors.codecs import Bins, Huffman
 from slimtensors.errors import CorruptFileError
-from slimtensors.tensor import DTYPES, Spec, as_bytes, view_as
+from slimtensors.tensor import DTYPES, Spec, as_bytes
 
 CHUNK = _core.BINS_CHUNK
+ENCODE_BINS = Path(__file__).parent / "programs" / "encode_bins.py"
 
 
-# The slow twin: docs/format-bins.md, as plainly as Python can say it.
+# A slow reference decoder, written from docs/format-bins.md.
 
 
 class Bits:
@@ -176,57 +178,15 @@ def slow_decode(stream, itemsize, count):
     return out
 
 
-def scaled(rng, rows, columns):
-    """Return numbers like weights, with rows and columns of different scale."""
-    scales = [np.exp(rng.normal(0, 0.8, n)) for n in (rows, columns)]
-    return torch.from_numpy(rng.normal(0, 0.02, (rows, columns)) * np.outer(*scales))
-
-
-CONTENTS = ["random", "weights", "rounded", "marked", "constant", "integers", "few", "positive"]
-
-
-def content(rng, kind, spec):
-    """Return a tensor of this dtype and shape that takes a separate code path."""
-    shape = spec.shape if len(spec.shape) == 2 else (1, spec.numel)
-    weights = scaled(rng, *shape)
-    if kind == "positive":
-        weights = weights.abs()
-    if kind == "rounded":
-        weights = weights.to(torch.bfloat16).double()
-    if kind == "marked":
-        weights[::3] = weights[::3].to(torch.float16).double()
-    if spec.dtype.is_floating_point and spec.dtype.itemsize > 1 and kind in FLOATS:
-        return weights.to(spec.dtype).reshape(spec.shape)
-    raw = rng.integers(0, 256, spec.nbytes, dtype=np.uint8)
-    if kind == "constant":
-        raw[:] = rng.integers(256)
-    if kind in ("integers", *FLOATS) and spec.dtype.itemsize in (1, 2, 4, 8):
-        small = (weights.numpy().ravel() * 1e4).astype(np.int64)[: spec.numel]
-        raw = small.astype(f"<i{spec.dtype.itemsize}").view(np.uint8)
-    if kind == "few":
-        raw = rng.choice(np.array([3, 200, 201], np.uint8), spec.nbytes, p=[0.9, 0.09, 0.01])
-    return view_as(memoryview(bytearray(raw)), spec)
-
-
-FLOATS = {"weights", "rounded", "marked", "positive"}
-
-
-def same_bits(a, b):
-    return Spec.of(a) == Spec.of(b) and torch.equal(as_bytes(a), as_bytes(b))
-
-
-TWINS = ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "int8", "uint16", "int32"]
-
-
 @settings(deadline=None, max_examples=60)
 @given(
-    dtype=st.sampled_from([*TWINS, "uint8", "int64", "complex64"]),
+    dtype=st.sampled_from([*DTYPE_NAMES, "uint8", "int64", "complex64"]),
     shape=st.sampled_from([(1,), (7,), (300,), (4100,), (60, 80), (9000,), (3, 3001)]),
     kind=st.sampled_from(CONTENTS),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_core_agrees_with_the_definition(dtype, shape, kind, seed):
-    x = content(np.random.default_rng(seed), kind, Spec(DTYPES[dtype], shape))
+    x = make_tensor(np.random.default_rng(seed), kind, Spec(DTYPES[dtype], shape))
     stream = Bins().encode(x)["stream"]
     assert same_bits(Bins().decode({"stream": stream}, Spec.of(x)), x)
     itemsize = x.element_size() // (2 if x.is_complex() else 1)
@@ -235,7 +195,7 @@ def test_the_core_agrees_with_the_definition(dtype, shape, kind, seed):
 
 
 def test_whole_chunks_agree_with_the_definition():
-    x = content(np.random.default_rng(1), "marked", Spec(torch.float32, (321, 700)))
+    x = make_tensor(np.random.default_rng(1), "marked", Spec(torch.float32, (321, 700)))
     assert CHUNK < x.numel() < 2 * CHUNK  # rows go on from one chunk to the next
     stream = Bins().encode(x)["stream"]
     model = Model(bytes(stream[4:][: int(stream[:4].view(torch.int32))].numpy()), 32)
@@ -254,7 +214,7 @@ def test_whole_chunks_agree_with_the_definition():
 )
 def test_every_bit_of_every_dtype_survives(dtype, shape, kind, seed):
     spec = Spec(DTYPES[dtype], shape)
-    x = content(np.random.default_rng(seed), kind, spec)
+    x = make_tensor(np.random.default_rng(seed), kind, spec)
     parts = Bins().encode(x)
     assert parts["stream"].numel() <= spec.nbytes + 4 + 8 * -(-spec.numel // CHUNK)
     assert same_bits(Bins().decode(parts, spec), x)
@@ -264,7 +224,7 @@ def test_every_bit_of_every_dtype_survives(dtype, shape, kind, seed):
 @pytest.mark.parametrize("kind", ["weights", "integers"])
 def test_large_tensors_survive_on_several_threads(dtype, kind):
     spec = Spec(DTYPES[dtype], (9 * CHUNK // 1000, 1003))
-    x = content(np.random.default_rng(2), kind, spec)
+    x = make_tensor(np.random.default_rng(2), kind, spec)
 
     def each(work, count):
         with ThreadPoolExecutor(3) as pool:
@@ -279,28 +239,16 @@ def test_large_tensors_survive_on_several_threads(dtype, kind):
 
 
 def test_both_kinds_of_code_write_and_read_the_same_bytes():
-    program = (
-        "import sys, numpy as np, torch; sys.path.insert(0, sys.argv[1]); import test_bins as t\n"
-        "for name in t.TWINS:\n"
-        "    for kind in t.CONTENTS:\n"
-        "        spec = t.Spec(t.DTYPES[name], (150, 1001))\n"
-        "        x = t.content(np.random.default_rng(1), kind, spec)\n"
-        "        parts = t.Bins().encode(x)\n"
-        "        assert t.same_bits(t.Bins().decode(parts, t.Spec.of(x)), x)\n"
-        "        print(t._core.crc32c(parts['stream']))\n"
-    )
-    written = []
-    for cpu in ("plain", ""):
-        command = [sys.executable, "-c", program, os.path.dirname(__file__)]  # noqa: PTH120
-        environment = {**os.environ, "SLIMTENSORS_CPU": cpu}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        written.append(done.stdout)
-    assert written[0] == written[1] != ""
+    outputs = [
+        run_program(ENCODE_BINS, env={**ENVIRONMENT, "SLIMTENSORS_CPU": cpu})
+        for cpu in ("plain", "")
+    ]
+    assert outputs[0] == outputs[1] != ""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "int8"])
 def test_a_range_of_items_is_decoded_alone(dtype):
-    x = content(np.random.default_rng(3), "weights", Spec(DTYPES[dtype], (400, 1000))).flatten()
+    x = make_tensor(np.random.default_rng(3), "weights", Spec(DTYPES[dtype], (400, 1000))).flatten()
     parts, total = Bins().encode(x), x.numel()
     for begin, end in [(0, 0), (0, total), (5, 6), (CHUNK - 3, CHUNK + 3), (total - 1, total)]:
         found = Bins().decode_range(parts, Spec.of(x), begin, end)
@@ -316,7 +264,7 @@ def size(codec, x):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
 def test_rows_and_columns_of_different_scale_cost_less_than_with_huffman(dtype):
-    x = content(np.random.default_rng(4), "weights", Spec(DTYPES[dtype], (512, 768)))
+    x = make_tensor(np.random.default_rng(4), "weights", Spec(DTYPES[dtype], (512, 768)))
     assert size(Bins(), x) < 0.975 * size(Huffman(), x)
 
 
@@ -336,7 +284,7 @@ def test_random_bytes_grow_by_the_sizes_of_chunks_only():
 @given(dtype=st.sampled_from(["bfloat16", "float32", "int8"]), seed=st.integers(0, 2**31))
 def test_a_flipped_bit_is_always_noticed(dtype, seed):
     rng = np.random.default_rng(seed)
-    x = content(rng, "weights", Spec(DTYPES[dtype], (64, 100)))
+    x = make_tensor(rng, "weights", Spec(DTYPES[dtype], (64, 100)))
     stream = Bins().encode(x)["stream"].clone()
     stream[int(rng.integers(stream.numel()))] ^= 1 << int(rng.integers(8))
     with pytest.raises(CorruptFileError):
@@ -346,7 +294,7 @@ def test_a_flipped_bit_is_always_noticed(dtype, seed):
 
 
 def test_streams_that_do_not_fit_are_refused():
-    x = scaled(np.random.default_rng(5), 300, 1000).float()
+    x = make_weights(np.random.default_rng(5), 300, 1000).float()
     stream, spec = Bins().encode(x)["stream"], Spec.of(x)
     more = torch.cat([stream, stream[:1]])
     for bad in [stream[:-1], more, stream[:20], stream[:0], stream.view(torch.int8), stream[None]]:

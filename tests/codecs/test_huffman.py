@@ -3,24 +3,26 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huffman_samples import CHUNK, CONTENTS, KINDS, encode, make_bytes, survey
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reliability_tools import ENVIRONMENT, run_program
 
 from slimtensors import _core
 from slimtensors.codecs import Huffman
 from slimtensors.errors import CorruptFileError
 from slimtensors.tensor import DTYPES, Spec, as_bytes, view_as
 
-CHUNK = _core.HUFFMAN_CHUNK
+ENCODE_HUFFMAN = Path(__file__).parent / "programs" / "encode_huffman.py"
 STREAMS = 5
-KINDS = [(1, False), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True)]
 
 
-# The slow twin: docs/format-huffman.md, as plainly as Python can say it.
+# A slow reference decoder, written from docs/format-huffman.md.
 
 
 def slow_lengths(plane):
@@ -107,21 +109,6 @@ def slow_decode(rows, data, itemsize, rotated, count):
     return words.astype(dtype).tobytes()
 
 
-def survey(items, itemsize, rotated):
-    chunks = -(-items.size // itemsize // CHUNK)
-    codes = np.zeros(chunks * itemsize * 256, dtype=np.uint8)
-    rows = np.zeros(chunks * (1 + itemsize) * 4, dtype=np.uint8)
-    _core.huffman_survey(items, itemsize, rotated, codes, rows)
-    return codes, rows
-
-
-def encode(items, itemsize, rotated):
-    codes, rows = survey(items, itemsize, rotated)
-    data = np.full(rows.view("<u4").reshape(-1, 1 + itemsize)[:, 1:].sum(), 0xA5, dtype=np.uint8)
-    _core.huffman_encode(items, itemsize, rotated, codes, rows, data)
-    return rows, data
-
-
 def check_round_trip(items, itemsize, rotated):
     rows, data = encode(items, itemsize, rotated)
     framed = np.full(items.size + 65, 0xA5, dtype=np.uint8)
@@ -134,27 +121,6 @@ def check_round_trip(items, itemsize, rotated):
     return rows, data
 
 
-def bytes_of_kind(rng, kind, size):
-    match kind:
-        case "random":
-            return rng.integers(0, 256, size, dtype=np.uint8)
-        case "constant":
-            return np.full(size, rng.integers(256), dtype=np.uint8)
-        case "two":
-            return rng.choice(np.array([3, 200], np.uint8), size, p=[0.97, 0.03])
-        case "gaussian":
-            return rng.normal(0, 20, size).astype(np.int8).view(np.uint8)
-        case "steep":  # optimal codes would be longer than they may be
-            return np.minimum(rng.geometric(0.6, size) + 7 * (rng.random(size) < 1e-3), 255).astype(
-                np.uint8
-            )
-        case "floats":
-            return rng.normal(0, 0.02, -(-size // 4)).astype(np.float32).view(np.uint8)[:size]
-
-
-CONTENTS = ["random", "constant", "two", "gaussian", "steep", "floats"]
-
-
 @settings(deadline=None, max_examples=300)
 @given(
     kind=st.sampled_from(KINDS),
@@ -164,7 +130,7 @@ CONTENTS = ["random", "constant", "two", "gaussian", "steep", "floats"]
 )
 def test_kernels_agree_with_the_definition(kind, count, content, seed):
     itemsize, rotated = kind
-    items = bytes_of_kind(np.random.default_rng(seed), content, count * itemsize)
+    items = make_bytes(np.random.default_rng(seed), content, count * itemsize)
     rows, data = check_round_trip(items, itemsize, rotated)
     if count:
         again = slow_decode(rows.tobytes(), data.tobytes(), itemsize, rotated, count)
@@ -177,18 +143,18 @@ def test_kernels_agree_with_the_definition(kind, count, content, seed):
 def test_chunks_of_every_size_round_trip(kind, count, content):
     itemsize, rotated = kind
     rng = np.random.default_rng(count)
-    check_round_trip(bytes_of_kind(rng, content, count * itemsize), itemsize, rotated)
+    check_round_trip(make_bytes(rng, content, count * itemsize), itemsize, rotated)
 
 
 def test_a_whole_chunk_agrees_with_the_definition():
-    items = bytes_of_kind(np.random.default_rng(0), "floats", 4 * (CHUNK + 5))
+    items = make_bytes(np.random.default_rng(0), "floats", 4 * (CHUNK + 5))
     rows, data = check_round_trip(items, 4, True)
     assert slow_decode(rows.tobytes(), data.tobytes(), 4, True, CHUNK + 5) == items.tobytes()
 
 
 def test_planes_are_stored_as_what_is_smallest():
     rng = np.random.default_rng(0)
-    planes = [bytes_of_kind(rng, kind, CHUNK) for kind in ("constant", "random", "two", "gaussian")]
+    planes = [make_bytes(rng, kind, CHUNK) for kind in ("constant", "random", "two", "gaussian")]
     rows, _ = encode(np.stack(planes, axis=1).ravel(), 4, False)
     _, constant, raw, two, gaussian = rows.view("<u4").tolist()
     assert (constant, raw) == (1, CHUNK)
@@ -215,7 +181,7 @@ def heap_cost(counts):
     seed=st.integers(0, 2**32 - 1),
 )
 def test_codes_are_optimal_when_no_word_would_be_too_long(content, count, seed):
-    items = bytes_of_kind(np.random.default_rng(seed), content, count)
+    items = make_bytes(np.random.default_rng(seed), content, count)
     codes, rows = survey(items, 1, False)
     if rows.view("<u4")[1] in (1, count):
         return
@@ -236,25 +202,16 @@ def test_codes_of_twelve_bits_are_used_where_they_pay():
     assert codes.max() == 12
     rows, data = check_round_trip(items, 1, False)
     assert slow_decode(rows.tobytes(), data.tobytes(), 1, False, CHUNK) == items.tobytes()
-    codes, _ = survey(bytes_of_kind(np.random.default_rng(0), "floats", 4 * CHUNK), 4, True)
+    codes, _ = survey(make_bytes(np.random.default_rng(0), "floats", 4 * CHUNK), 4, True)
     assert codes.max() == 11
 
 
 def test_both_kinds_of_code_write_the_same_bytes():
-    program = (
-        "import sys, numpy as np; sys.path.insert(0, sys.argv[1]); import test_huffman as t\n"
-        "for size, rotated in t.KINDS:\n"
-        "    for content in t.CONTENTS:\n"
-        "        items = t.bytes_of_kind(np.random.default_rng(1), content, size * 150_001)\n"
-        "        print(*(t._core.crc32c(part) for part in t.encode(items, size, rotated)))\n"
-    )
-    written = []
-    for cpu in ("plain", ""):
-        command = [sys.executable, "-c", program, os.path.dirname(__file__)]  # noqa: PTH120
-        environment = {**os.environ, "SLIMTENSORS_CPU": cpu}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        written.append(done.stdout)
-    assert written[0] == written[1] != ""
+    outputs = [
+        run_program(ENCODE_HUFFMAN, env={**ENVIRONMENT, "SLIMTENSORS_CPU": cpu})
+        for cpu in ("plain", "")
+    ]
+    assert outputs[0] == outputs[1] != ""
 
 
 # The codec.
@@ -274,7 +231,7 @@ def same_bits(a, b):
 )
 def test_every_bit_of_every_dtype_survives(dtype, shape, content, seed):
     spec = Spec(DTYPES[dtype], shape)
-    raw = bytes_of_kind(np.random.default_rng(seed), content, spec.nbytes)
+    raw = make_bytes(np.random.default_rng(seed), content, spec.nbytes)
     x = view_as(memoryview(bytearray(raw)), spec)
     parts = Huffman().encode(x)
     assert same_bits(Huffman().decode(parts, spec), x)
@@ -471,7 +428,7 @@ def test_bad_sizes_raise_value_error(name):
 
 
 def test_items_that_change_between_survey_and_encoding_are_noticed():
-    items = bytes_of_kind(np.random.default_rng(0), "two", 5000)
+    items = make_bytes(np.random.default_rng(0), "two", 5000)
     codes, rows = survey(items, 1, False)
     data = np.zeros(rows.view("<u4")[1], np.uint8)
     with pytest.raises(ValueError, match="modified"):
@@ -480,7 +437,7 @@ def test_items_that_change_between_survey_and_encoding_are_noticed():
         _core.huffman_encode(items, 1, False, np.ones(256, np.uint8), rows, data)
 
 
-@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")
+@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="already runs the plain code")
 def test_plain_code_passes_the_same_tests():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "SLIMTENSORS_CPU": "plain"}

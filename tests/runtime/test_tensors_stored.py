@@ -165,13 +165,7 @@ def test_from_module_equals_the_dense_weight(format, args):
 
 X = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
-RUN = """
-import sys, torch, slimtensors
-compressed = slimtensors.load(sys.argv[1], run_compressed=True)
-x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-linear = torch.nn.functional.linear
-torch.save({k: (linear(x, w), w.dequantize()) for k, w in compressed.items()}, sys.argv[2])
-"""
+MULTIPLY = Path(__file__).parent / "programs" / "multiply.py"
 
 
 @pytest.mark.slow
@@ -184,7 +178,7 @@ def test_another_instruction_set_gives_the_same_results(tmp_path):
         env["ONEDNN_MAX_CPU_ISA"] = onednn
         if ours == "avx2" and slimtensors._core.cpu() == "plain":
             pytest.skip("this machine has one instruction set")
-        command = [sys.executable, "-c", RUN, str(tmp_path / "file"), str(tmp_path / name)]
+        command = [sys.executable, MULTIPLY, tmp_path / "file", tmp_path / name]
         subprocess.run(command, check=True, env=env)
         results.append(torch.load(tmp_path / name))
     for name, (product, numbers) in results[0].items():

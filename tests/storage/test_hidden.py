@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability_tools import leftovers, run
+from reliability_tools import leftovers, run_program
 
 import slimtensors
 from slimtensors.folder.compress import compress_folder
@@ -20,72 +20,19 @@ from slimtensors.storage.atomic import (
 
 pytestmark = pytest.mark.crash
 
-REPLACE = """
-import os, shutil, signal, sys
-from pathlib import Path
-from slimtensors.storage import atomic
-OURS = {atomic.__file__}
-
-def write(folder, word):
-    for name in ("a.safetensors", "b.safetensors"):
-        (folder / name).write_text(word)
-
-def which(folder):
-    words = {file.read_text() for file in folder.iterdir()} if folder.exists() else {"nothing"}
-    return words.pop() if len(words) == 1 else "a mixture"
-
-def replace(target, number):
-    \"\"\"Replace the target, and die when the line of that number is about to run.\"\"\"
-    count = 0
-
-    def trace(frame, event, arg):
-        nonlocal count
-        count += event == "line"
-        if count == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(lambda frame, event, arg: trace if frame.f_code.co_filename in OURS else None)
-    with atomic.create_folder(target, replace=True) as folder:
-        write(folder, "new")
-    os._exit(0)
-
-folder = Path(sys.argv[1])
-if sys.argv[2] == "two steps":
-    atomic._exchange = lambda a, b: False
-number, killed = 0, True
-while killed:
-    number += 1
-    shutil.rmtree(folder, ignore_errors=True)
-    target = folder / "model"
-    target.mkdir(parents=True)
-    write(target, "old")
-    if (child := os.fork()) == 0:
-        replace(target, number)
-    killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    found = which(target)
-    if found == "nothing":
-        (kept,) = folder.glob(".model.*.slimtensors-old")
-        found = f"{which(kept)}, hidden"
-    for _ in range(2 if "hidden" in found else 1):  # the first write keeps the only complete folder
-        with atomic.create_folder(target, replace=True) as made:
-            write(made, "newer")
-    assert which(target) == "newer", number
-    assert [path.name for path in folder.iterdir()] == ["model"], number
-    print(found)
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it takes two steps")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems need two steps")
 def test_a_process_killed_at_any_line_leaves_the_old_folder_or_the_new_one(tmp_path):
-    found = run(REPLACE, tmp_path / "x", "one step").splitlines()
+    found = run_program(PROGRAMS / "replace_folder.py", tmp_path / "x", "one step").splitlines()
     assert len(found) > 40
     assert set(found) == {"old", "new"}
     assert found == sorted(found, reverse=True)  # once new, it stays so
 
 
 def test_replacing_in_two_steps_keeps_the_old_folder_under_a_hidden_name(tmp_path):
-    found = run(REPLACE, tmp_path / "x", "two steps").splitlines()
+    found = run_program(PROGRAMS / "replace_folder.py", tmp_path / "x", "two steps").splitlines()
     assert set(found) == {"old", "old, hidden", "new"}
 
 
@@ -179,22 +126,12 @@ def test_compressing_a_folder_removes_its_leftovers(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "small"}
 
 
-KILLED = """
-import os, signal, sys, torch, slimtensors
-def die(done):
-    os.kill(os.getpid(), signal.SIGKILL)
-if os.fork() == 0:
-    slimtensors.save({"x": torch.ones(9)}, sys.argv[1], progress=die)
-assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
-"""
-
-
 @pytest.mark.parametrize("name", ["x.safetensors", "folder/"])
 def test_the_next_save_removes_the_leftovers_of_a_killed_one(tmp_path, name):
     target = tmp_path / name
     if name.endswith("/"):
         target.mkdir()
-    run(KILLED, target)
+    run_program(PROGRAMS / "killed_save.py", target)
     assert len(leftovers(tmp_path)) == 1
     slimtensors.save({"y": torch.ones(9)}, tmp_path / "y.safetensors")
     assert len(leftovers(tmp_path)) == 1  # a leftover of another target

@@ -3,10 +3,11 @@
 import hashlib
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
-from reliability_tools import leftovers, run, sample, table_of
+from reliability_tools import ENVIRONMENT, leftovers, run_program, sample, table_of
 from safetensors.torch import load_file
 from strategies import SAFETENSORS_DTYPES, bits, same_bits, same_tensors
 
@@ -15,12 +16,7 @@ from slimtensors.errors import ConfigError
 
 DIALECTS = pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
 
-SAVE = """
-import sys
-from reliability_tools import sample
-import slimtensors
-slimtensors.save(sample(), sys.argv[1], dialect=sys.argv[2], threads=int(sys.argv[3]))
-"""
+SAVE_SAMPLE = Path(__file__).parent / "programs" / "save_sample.py"
 
 
 def large() -> dict[str, torch.Tensor]:
@@ -50,7 +46,8 @@ def test_the_same_tensors_give_the_same_bytes_on_any_number_of_threads(tmp_path,
 def test_the_same_tensors_give_the_same_bytes_in_any_process(tmp_path, dialect):
     slimtensors.save(sample(), tmp_path / "here", dialect=dialect)
     for seed, threads in (("1", 1), ("2", 3)):
-        run(SAVE, tmp_path / seed, dialect, threads, env={**os.environ, "PYTHONHASHSEED": seed})
+        environment = {**ENVIRONMENT, "PYTHONHASHSEED": seed}
+        run_program(SAVE_SAMPLE, tmp_path / seed, dialect, threads, env=environment)
         assert (tmp_path / seed).read_bytes() == (tmp_path / "here").read_bytes()
 
 

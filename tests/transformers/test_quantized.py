@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,22 +313,13 @@ def test_rotated_weights_are_refused(tmp_path):
         SparseAutoModelForCausalLM.from_pretrained(small)
 
 
-ALONE = """
-import sys
-sys.modules["compressed_tensors"] = None
-import torch
-from slimtensors.transformers import SparseAutoModelForCausalLM
-for run_compressed in (False, True):
-    model = SparseAutoModelForCausalLM.from_pretrained(sys.argv[1], run_compressed=run_compressed)
-    print(type(model.model.layers[0].mlp.up_proj.weight).__name__)
-    model.generate(torch.arange(4)[None], max_new_tokens=2)
-"""
+LOAD_WITHOUT_PEER = Path(__file__).parent / "programs" / "load_without_peer.py"
 
 
 @pytest.mark.slow
 def test_compressed_tensors_need_not_be_installed(tmp_path):
     small = quantized(tmp_path, dialect="compressed-tensors")
-    command = [sys.executable, "-c", ALONE, str(small)]
+    command = [sys.executable, LOAD_WITHOUT_PEER, small]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["Parameter", "QuantizedTensor"]
