@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reliability_tools import plain_file, sample, table_of
+from reliability_tools import plain_file, read_table, sample
 
 import slimtensors
 
@@ -97,4 +97,4 @@ def write_index(folder: Path, weight_map: object) -> None:
 
 
 def write_index_of(folder: Path, *shards: str) -> None:
-    write_index(folder, {name: shard for shard in shards for name in table_of(folder / shard)})
+    write_index(folder, {name: shard for shard in shards for name in read_table(folder / shard)})

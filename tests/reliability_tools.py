@@ -47,14 +47,14 @@ def split(raw: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(raw[8 : 8 + size]), raw[8 + size :]
 
 
-def table_of(path: Path) -> dict[str, Any]:
-    """Return the entries that a file's header lists."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the tensor entries of a file's header."""
     header, _ = split(path.read_bytes())
     return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-def joined(header: object, data: bytes = b"") -> bytes:
-    """Return a safetensors file with this header, which may be JSON text or anything it can say."""
+def build_file(header: object, data: bytes = b"") -> bytes:
+    """Return a safetensors file with this header: JSON text, or a value to serialize."""
     text = header if isinstance(header, bytes) else _text(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -67,7 +67,7 @@ def plain_file(tensors: dict[str, Tensor]) -> bytes:
 
 
 def blob(header: object, payload: bytes = b"", *, version: int = 1) -> bytes:
-    """Return a compressed tensor with this JSON header and payload, its checksums made to fit."""
+    """Return a compressed tensor with this JSON header and payload and valid checksums."""
     if isinstance(header, dict):
         header = {**header, "crc32c": _core.crc32c(payload)}
     text = header if isinstance(header, bytes) else _text(header).encode()
@@ -83,36 +83,36 @@ def split_blob(raw: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def blob_file(raw: bytes, name: str = "x") -> bytes:
-    """Return a file that holds one compressed tensor."""
+    """Return a file that contains one compressed tensor."""
     entry = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]}
-    return joined({name: entry}, raw)
+    return build_file({name: entry}, raw)
 
 
-def sealed(manifest: dict[str, Any], *, ensure_ascii: bool = False) -> str:
-    """Return the text of a manifest with the checksum that belongs to it."""
-    kept = {key: value for key, value in manifest.items() if key != "crc32c"}
-    body = json.dumps(kept, separators=(",", ":"), ensure_ascii=ensure_ascii)[:-1]
+def seal_manifest(manifest: dict[str, Any], *, ensure_ascii: bool = False) -> str:
+    """Return the text of a manifest with its checksum."""
+    fields = {key: value for key, value in manifest.items() if key != "crc32c"}
+    body = json.dumps(fields, separators=(",", ":"), ensure_ascii=ensure_ascii)[:-1]
     raw = body.encode("utf-8", "surrogatepass")
     return f'{body},"crc32c":{_core.crc32c(raw)}}}'
 
 
-def with_manifest(raw: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """Return a file whose manifest was changed and sealed again."""
+def edit_manifest(raw: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return the file with a changed manifest and a valid checksum."""
     header, data = split(raw)
     manifest = json.loads(header["__metadata__"]["slimtensors"])
     change(manifest)
-    header["__metadata__"]["slimtensors"] = sealed(manifest)
-    return joined(header, data)
+    header["__metadata__"]["slimtensors"] = seal_manifest(manifest)
+    return build_file(header, data)
 
 
-def refused(
+def assert_refused(
     path: Path | str,
     *,
     tensor: str | None = None,
     kind: type[Exception] = FormatError,
     where: Path | str | None = None,
 ) -> str:
-    """Assert that loading `path` fails as it should, naming file and tensor; return the message."""
+    """Assert that loading raises an error that names file and tensor; return its message."""
     with pytest.raises(kind) as caught:
         slimtensors.load(path, threads=1)
     message = str(caught.value)

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from forging import DIALECTS, STRANGE, TB, entry, save_sample
-from reliability_tools import blob, blob_file, joined, refused, sealed, split, split_blob
+from reliability_tools import (
+    assert_refused,
+    blob,
+    blob_file,
+    build_file,
+    seal_manifest,
+    split,
+    split_blob,
+)
 from strategies import same_bits
 
 import slimtensors
@@ -128,7 +136,7 @@ def test_a_forged_blob_is_rejected(path, lie):
     options, where, value, kind = LIES[lie]
     header = changed(where, value) if where else BLOB
     path.write_bytes(blob_file(blob(header, PAYLOAD, **options), name="layers.0.w"))
-    refused(path, tensor="layers.0.w", kind=kind)
+    assert_refused(path, tensor="layers.0.w", kind=kind)
     assert list(slimtensors.verify(path).damaged) == ["layers.0.w"]
 
 
@@ -152,14 +160,14 @@ def refused_or_loaded(path: Path) -> None:
 )
 def test_a_blob_with_a_malformed_header_is_rejected(path, text):
     path.write_bytes(blob_file(blob(text, PAYLOAD)))
-    refused(path, tensor="x")
+    assert_refused(path, tensor="x")
 
 
 def test_a_blob_with_a_missing_or_wrong_checksum_is_rejected(path):
     for checksum in ("", ',"crc32c":null', ',"crc32c":1', ',"crc32c":"x"', ',"crc32c":[]'):
         text = json.dumps(BLOB)[:-1] + checksum + "}"
         path.write_bytes(blob_file(blob(text.encode(), PAYLOAD)))
-        refused(path, tensor="x", kind=CorruptFileError)
+        assert_refused(path, tensor="x", kind=CorruptFileError)
 
 
 def test_a_truncated_blob_is_rejected(path):
@@ -171,9 +179,9 @@ def test_a_truncated_blob_is_rejected(path):
         table = json.dumps({"x": header["x"]}, separators=(",", ":"))[1:]
         manifest = json.loads(header["__metadata__"]["slimtensors"])
         manifest["table"] = [len(table), _core.crc32c(table.encode())]
-        header["__metadata__"]["slimtensors"] = sealed(manifest)
-        path.write_bytes(joined(header, data[:size]))
-        refused(path, tensor="x", kind=CorruptFileError)
+        header["__metadata__"]["slimtensors"] = seal_manifest(manifest)
+        path.write_bytes(build_file(header, data[:size]))
+        assert_refused(path, tensor="x", kind=CorruptFileError)
 
 
 @pytest.mark.parametrize("depth", [15, 40, 200, 300, 900, 960, 990, 10_000])
@@ -186,7 +194,7 @@ def test_plans_nested_too_deep_are_rejected(path, depth):
     if depth == 15:
         assert slimtensors.load(path)["x"].tolist() == [3]
     else:
-        refused(path, tensor="x", kind=FormatError)
+        assert_refused(path, tensor="x", kind=FormatError)
 
 
 def nodes(data: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -248,7 +256,7 @@ def test_any_value_in_a_manifest_loads_or_raises_format_error(path, dialect):
     manifest = json.loads(header["__metadata__"]["slimtensors"])
     for way in nodes(manifest):
         for value in NUMBERS_AND_OTHERS:
-            header["__metadata__"]["slimtensors"] = sealed(replaced(manifest, way, value))
+            header["__metadata__"]["slimtensors"] = seal_manifest(replaced(manifest, way, value))
             text = json.dumps(header, separators=(",", ":")).encode()
-            path.write_bytes(joined(text, data))
+            path.write_bytes(build_file(text, data))
             refused_or_loaded(path)

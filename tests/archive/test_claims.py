@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from forging import TB, foreign
-from reliability_tools import blob, blob_file, joined, load_with_limit, sample
+from reliability_tools import blob, blob_file, build_file, load_with_limit, sample
 
 import slimtensors
 
@@ -61,8 +61,8 @@ def terabytes() -> dict[str, bytes]:
         )
 
     return {
-        "offsets": joined({"x": items}, bytes(900)),
-        "shape": joined({"x": {**items, "data_offsets": [0, 8]}}, bytes(8)),
+        "offsets": build_file({"x": items}, bytes(900)),
+        "shape": build_file({"x": {**items, "data_offsets": [0, 8]}}, bytes(8)),
         "header": struct.pack("<Q", TB) + bytes(1000),
         "largest header": struct.pack("<Q", 100_000_000) + b"{" + bytes(1000),
         "bitmask": claim("bitmask", {"mask": u8, "values": empty}),
@@ -110,5 +110,5 @@ def test_a_kilobyte_that_claims_a_terabyte_is_rejected_in_little_memory(tmp_path
 
 def test_empty_tensors_with_huge_shapes_are_loaded(path):
     shape = [0, TB]
-    path.write_bytes(joined({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}))
+    path.write_bytes(build_file({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}))
     assert list(slimtensors.load(path)["x"].shape) == shape

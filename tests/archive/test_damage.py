@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from forging import DIALECTS, save_sample
-from reliability_tools import refused, sample, split
+from reliability_tools import assert_refused, sample, split
 from strategies import bits, same_bits
 
 import slimtensors
@@ -46,7 +46,7 @@ def test_a_file_with_trailing_bytes_is_rejected(path, dialect):
     raw = save_sample(path, dialect)
     for extra in (b"\0", b" ", bytes(4096)):
         path.write_bytes(raw + extra)
-        assert "belong to no tensor" in refused(path)
+        assert "belong to no tensor" in assert_refused(path)
 
 
 @DIALECTS
@@ -85,7 +85,7 @@ def test_the_error_names_the_damaged_tensor(path, dialect):
             broken[start + at] ^= 0x10
             path.write_bytes(broken)
             owner = name.split(".")[0]
-            refused(path, tensor=f": {owner}: ")
+            assert_refused(path, tensor=f": {owner}: ")
             archive = slimtensors.open(path)
             others = [other for other in archive if sample()[other] is not sample()[owner]]
             for other in set(others) - {owner, "again" if owner == "sparse" else owner}:
@@ -118,6 +118,6 @@ def test_the_error_names_the_damaged_shard(tmp_path):
         (size,) = struct.unpack_from("<Q", raw)
         for cut in (0, 7, 8, 9, 8 + size - 1, 8 + size, 8 + size + 1, len(raw) - 1):
             shard.write_bytes(raw[:cut])
-            refused(tmp_path, where=shard)
+            assert_refused(tmp_path, where=shard)
         shard.write_bytes(raw)
     assert slimtensors.verify(tmp_path)

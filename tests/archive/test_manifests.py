@@ -4,7 +4,7 @@ import json
 
 import pytest
 from forging import DIALECTS, EIGHT, X, save_sample
-from reliability_tools import joined, refused, sealed, split, with_manifest
+from reliability_tools import assert_refused, build_file, edit_manifest, seal_manifest, split
 
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
 
@@ -50,21 +50,21 @@ pytestmark = pytest.mark.hostile
 )
 @DIALECTS
 def test_a_forged_manifest_is_rejected(path, dialect, change, kind):
-    path.write_bytes(with_manifest(save_sample(path, dialect), change))
-    refused(path, kind=kind)
+    path.write_bytes(edit_manifest(save_sample(path, dialect), change))
+    assert_refused(path, kind=kind)
 
 
 @DIALECTS
 def test_names_tied_to_tied_names_are_rejected(path, dialect):
     raw = save_sample(path, dialect)
-    path.write_bytes(with_manifest(raw, lambda m: m.update(tied={"b": "a", "a": "b"})))
-    refused(path)
+    path.write_bytes(edit_manifest(raw, lambda m: m.update(tied={"b": "a", "a": "b"})))
+    assert_refused(path)
 
 
 def test_an_unknown_codec_of_parts_is_rejected_with_its_name(path):
     raw = save_sample(path, "compressed-tensors")
-    path.write_bytes(with_manifest(raw, lambda m: m["plans"].update(sparse="zip")))
-    refused(path, tensor="sparse")
+    path.write_bytes(edit_manifest(raw, lambda m: m["plans"].update(sparse="zip")))
+    assert_refused(path, tensor="sparse")
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_an_unknown_codec_of_parts_is_rejected_with_its_name(path):
     ids=lambda t: t[:9],
 )
 def test_a_malformed_manifest_is_rejected(path, text):
-    path.write_bytes(joined({"__metadata__": {"slimtensors": text}, "x": X}, EIGHT))
-    refused(path)
+    path.write_bytes(build_file({"__metadata__": {"slimtensors": text}, "x": X}, EIGHT))
+    assert_refused(path)
 
 
 def test_a_manifest_with_invalid_unicode_is_rejected(path):
     text = json.dumps({"__metadata__": {"slimtensors": '{"version":1,"\ud800":1}'}, "x": X})
-    path.write_bytes(joined(text.encode(), EIGHT))
-    refused(path)
+    path.write_bytes(build_file(text.encode(), EIGHT))
+    assert_refused(path)
 
 
 @pytest.mark.parametrize("key", ["tied", "plans"])
@@ -88,13 +88,13 @@ def test_an_invalid_name_in_a_manifest_is_rejected(path, key):
     header, data = split(save_sample(path, "slim"))
     manifest = json.loads(header["__metadata__"]["slimtensors"])
     manifest[key] = {"x\ud800": "steps"}
-    header["__metadata__"]["slimtensors"] = sealed(manifest, ensure_ascii=True)
-    path.write_bytes(joined(header, data))
-    refused(path)
+    header["__metadata__"]["slimtensors"] = seal_manifest(manifest, ensure_ascii=True)
+    path.write_bytes(build_file(header, data))
+    assert_refused(path)
 
 
 def test_a_tensor_list_changed_by_another_program_is_rejected(path):
     header, data = split(save_sample(path, "slim"))
     header["renamed"] = header.pop("steps")
-    path.write_bytes(joined(header, data))
-    assert "another program" in refused(path, kind=CorruptFileError)
+    path.write_bytes(build_file(header, data))
+    assert "another program" in assert_refused(path, kind=CorruptFileError)

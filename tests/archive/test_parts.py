@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forging import INDEX, TB, foreign, write_index_of
-from reliability_tools import joined, refused, split, with_manifest
+from reliability_tools import assert_refused, build_file, edit_manifest, split
 from strategies import same_bits
 
 import slimtensors
@@ -44,7 +44,7 @@ def test_the_unchanged_forged_parts_are_valid(path):
 )
 def test_inconsistent_parts_are_rejected(path, change):
     path.write_bytes(foreign(**change))
-    refused(path, tensor="m.weight")
+    assert_refused(path, tensor="m.weight")
 
 
 def test_nonzero_padding_bits_of_a_mask_are_rejected(path):
@@ -53,15 +53,15 @@ def test_nonzero_padding_bits_of_a_mask_are_rejected(path):
         "bitmask": torch.tensor([[0x11], [0]], dtype=torch.uint8),
     }
     path.write_bytes(foreign(**parts))
-    refused(path, tensor="m.weight", kind=CorruptFileError)
+    assert_refused(path, tensor="m.weight", kind=CorruptFileError)
 
 
 def test_a_tensor_stored_plain_and_in_parts_is_rejected(path):
     path.write_bytes(foreign())
     header, data = split(path.read_bytes())
     header["m.weight"] = {"dtype": "F32", "shape": [0], "data_offsets": [len(data), len(data)]}
-    path.write_bytes(joined(header, data))
-    refused(path, tensor="m.weight")
+    path.write_bytes(build_file(header, data))
+    assert_refused(path, tensor="m.weight")
 
 
 def test_a_tensor_in_parts_in_two_shards_is_rejected(tmp_path):
@@ -71,16 +71,18 @@ def test_a_tensor_in_parts_in_two_shards_is_rejected(tmp_path):
     raw = foreign()
     header, data = split(raw)
     names = {key: key.replace("m.weight.", "m.") for key in header}
-    (tmp_path / "b.safetensors").write_bytes(joined({names[k]: v for k, v in header.items()}, data))
+    (tmp_path / "b.safetensors").write_bytes(
+        build_file({names[k]: v for k, v in header.items()}, data)
+    )
     write_index_of(tmp_path, "a.safetensors", "b.safetensors")
-    refused(tmp_path / INDEX, tensor="m.weight", where=tmp_path)
+    assert_refused(tmp_path / INDEX, tensor="m.weight", where=tmp_path)
 
 
 def test_parts_listed_by_the_manifest_of_another_shard_are_rejected(tmp_path):
     slimtensors.save({"y": torch.ones(2)}, tmp_path / "a.safetensors")
     raw = (tmp_path / "a.safetensors").read_bytes()
-    raw = with_manifest(raw, lambda m: m.update(plans={"m.weight": "bitmask"}))
+    raw = edit_manifest(raw, lambda m: m.update(plans={"m.weight": "bitmask"}))
     (tmp_path / "a.safetensors").write_bytes(raw)
     (tmp_path / "b.safetensors").write_bytes(foreign())
     write_index_of(tmp_path, "a.safetensors", "b.safetensors")
-    refused(tmp_path / INDEX, where=tmp_path)
+    assert_refused(tmp_path / INDEX, where=tmp_path)

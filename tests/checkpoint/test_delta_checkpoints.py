@@ -320,10 +320,10 @@ def test_invalid_save_options_raise(tmp_path):
 
 def edit_entries(path, change):
     """Edit the tensor entries of a file, with valid checksums."""
-    from reliability_tools import with_manifest
+    from reliability_tools import edit_manifest
 
     file = path / "state.safetensors"
-    file.write_bytes(with_manifest(file.read_bytes(), lambda m: change(m["delta"])))
+    file.write_bytes(edit_manifest(file.read_bytes(), lambda m: change(m["delta"])))
 
 
 def test_invalid_entries_raise_corrupt_file_error(tmp_path, states):

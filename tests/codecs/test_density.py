@@ -373,7 +373,7 @@ def test_decoding_anything_stays_in_its_buffer(coded, width, seed):
     assert (framed[-32:] == 0xA5).all()
 
 
-@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")
+@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="already runs the plain code")
 def test_plain_code_passes_the_same_tests():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "SLIMTENSORS_CPU": "plain"}

@@ -12,6 +12,7 @@ from huffman_samples import CHUNK, CONTENTS, KINDS, encode, make_bytes, survey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reliability_tools import ENVIRONMENT, run_program
+from strategies import same_bits
 
 from slimtensors import _core
 from slimtensors.codecs import Huffman
@@ -217,10 +218,6 @@ def test_both_kinds_of_code_write_the_same_bytes():
 # The codec.
 
 
-def same_bits(a, b):
-    return Spec.of(a) == Spec.of(b) and torch.equal(as_bytes(a), as_bytes(b))
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @settings(deadline=None, max_examples=200)
 @given(
@@ -293,7 +290,7 @@ def test_random_bytes_grow_by_the_chunk_table_only():
 # Bad input.
 
 
-def damaged(parts, seed):
+def flip_bits(parts, seed):
     """Yield copies of the parts with one flipped bit."""
     rng = np.random.default_rng(seed)
     copies = {name: part.clone() for name, part in parts.items()}
@@ -308,7 +305,7 @@ def damaged(parts, seed):
 )
 def test_a_flipped_bit_is_always_noticed(dtype, seed):
     x = (torch.randn(20_000, generator=torch.Generator().manual_seed(seed)) * 9).to(dtype)
-    parts = damaged(Huffman().encode(x), seed)
+    parts = flip_bits(Huffman().encode(x), seed)
     with pytest.raises(CorruptFileError):
         Huffman().decode(parts, Spec.of(x))
     with pytest.raises(CorruptFileError):
@@ -352,7 +349,7 @@ def test_parts_that_do_not_fit_are_refused():
         Huffman().decode(parts, Spec(torch.float32, (1 << 57,)))
 
 
-def sealed(sizes, body, items):
+def build_chunk(sizes, body, items):
     """Return rows for one chunk of `items` one-byte items, with a valid checksum."""
     sizes = np.array(sizes, dtype="<u4")
     checksum = _core.crc32c(sizes.tobytes() + body)
@@ -394,7 +391,7 @@ HOSTILE = {
 
 
 def test_a_valid_chunk_next_to_the_hostile_ones_decodes():
-    rows, data, itemsize, rotated, items = sealed([23], GOOD, 40)
+    rows, data, itemsize, rotated, items = build_chunk([23], GOOD, 40)
     _core.huffman_decode(rows, data, itemsize, rotated, items)
     assert items.tolist() == [1, 0, 1, 0, 1, 0, 1, 0] * 5
 
@@ -402,7 +399,7 @@ def test_a_valid_chunk_next_to_the_hostile_ones_decodes():
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_chunks_with_a_right_checksum_are_refused(name):
     with pytest.raises(ValueError, match=r"\w"):
-        _core.huffman_decode(*sealed(*HOSTILE[name]))
+        _core.huffman_decode(*build_chunk(*HOSTILE[name]))
 
 
 B = bytes

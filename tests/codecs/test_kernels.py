@@ -491,7 +491,7 @@ def run_python(cpu, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="this is the run with the other code")
+@pytest.mark.skipif("SLIMTENSORS_CPU" in os.environ, reason="already runs the plain code")
 def test_plain_code_passes_the_same_tests():
     done = run_python("plain", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -185,5 +185,5 @@ def test_another_instruction_set_gives_the_same_results(tmp_path):
         other, same = results[1][name]
         assert same_bits(numbers, same)
         assert torch.allclose(product, other, rtol=2**-6, atol=0.05), name
-        here = nn.functional.linear(X, tensors[name])
-        assert torch.allclose(product, here, rtol=2**-6, atol=0.05), name
+        expected = nn.functional.linear(X, tensors[name])
+        assert torch.allclose(product, expected, rtol=2**-6, atol=0.05), name

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import torch
-from reliability_tools import joined, split, table_of
+from reliability_tools import build_file, read_table, split
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from strategies import SAFETENSORS_DTYPES, bits, same_bits, same_tensors
@@ -59,7 +59,7 @@ def test_four_bit_items_are_counted_as_safetensors_counts_them(tmp_path):
         pytest.skip("this torch has no 4-bit floats")
     x = torch.arange(6, dtype=torch.uint8).view(2, 3).view(pairs)
     slimtensors.save({"x": x}, tmp_path / "x.safetensors", preset="dense")
-    entry = table_of(tmp_path / "x.safetensors")["x"]
+    entry = read_table(tmp_path / "x.safetensors")["x"]
     assert entry == {"dtype": "F4", "shape": [2, 6], "data_offsets": [0, 6]}
     assert same_bits(slimtensors.load(tmp_path / "x.safetensors")["x"], x)
     assert same_bits(load_file(tmp_path / "x.safetensors")["x"], x)
@@ -91,7 +91,7 @@ def test_the_header_lists_tensors_in_the_order_of_the_caller(tmp_path, dialect):
     dtypes = [torch.bool, torch.float64, torch.int8, torch.float32, torch.float16, torch.int64]
     tensors = {n: torch.ones(5, dtype=d) for n, d in zip(names, dtypes, strict=True)}
     slimtensors.save(tensors, tmp_path / "x.safetensors", dialect=dialect)
-    assert list(table_of(tmp_path / "x.safetensors")) == names
+    assert list(read_table(tmp_path / "x.safetensors")) == names
     assert slimtensors.open(tmp_path / "x.safetensors").keys() == names
     assert list(slimtensors.load(tmp_path / "x.safetensors", threads=2)) == names
 
@@ -173,5 +173,5 @@ def test_metadata_of_other_programs_is_accepted(tmp_path):
     assert same_bits(slimtensors.load(path)["x"], torch.ones(2))
     raw = path.read_bytes()
     table, data = split(raw)
-    path.write_bytes(joined({"__metadata__": None, "x": table["x"]}, data))
+    path.write_bytes(build_file({"__metadata__": None, "x": table["x"]}, data))
     assert same_bits(slimtensors.load(path)["x"], torch.ones(2))

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 from forging import EIGHT, STRANGE, TB, X, entry
-from reliability_tools import joined, refused
+from reliability_tools import assert_refused, build_file
 
 import slimtensors
 from slimtensors.errors import CorruptFileError
@@ -20,28 +20,28 @@ def test_every_strange_field_of_a_header_is_refused(path, key):
         if value in valid:
             continue
         path.write_bytes(
-            joined(
+            build_file(
                 {"good": {**X, "shape": [0], "data_offsets": [0, 0]}, "x": {**X, key: value}}, EIGHT
             )
         )
-        refused(path, tensor="x", kind=CorruptFileError)
-    path.write_bytes(joined({"x": {k: v for k, v in X.items() if k != key}}, EIGHT))
-    refused(path, tensor="x", kind=CorruptFileError)
+        assert_refused(path, tensor="x", kind=CorruptFileError)
+    path.write_bytes(build_file({"x": {k: v for k, v in X.items() if k != key}}, EIGHT))
+    assert_refused(path, tensor="x", kind=CorruptFileError)
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
 def test_an_invalid_entry_is_refused(path, value):
-    path.write_bytes(joined({"x": value}, EIGHT))
-    refused(path, tensor="x", kind=CorruptFileError)
+    path.write_bytes(build_file({"x": value}, EIGHT))
+    assert_refused(path, tensor="x", kind=CorruptFileError)
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=repr)
 def test_a_header_that_is_not_an_object_is_refused(path, value):
     if isinstance(value, dict):
-        path.write_bytes(joined(value, EIGHT))
+        path.write_bytes(build_file(value, EIGHT))
     else:
-        path.write_bytes(joined(value))
-    refused(path, kind=CorruptFileError)
+        path.write_bytes(build_file(value))
+    assert_refused(path, kind=CorruptFileError)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_header_that_is_not_an_object_is_refused(path, value):
     ids=repr,
 )
 def test_metadata_that_is_not_an_object_of_strings_is_refused(path, metadata):
-    path.write_bytes(joined({"__metadata__": metadata, "x": X}, EIGHT))
-    assert "__metadata__" in refused(path, kind=CorruptFileError)
+    path.write_bytes(build_file({"__metadata__": metadata, "x": X}, EIGHT))
+    assert "__metadata__" in assert_refused(path, kind=CorruptFileError)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_metadata_that_is_not_an_object_of_strings_is_refused(path, metadata):
     ],
 )
 def test_tensors_must_cover_the_data_exactly(path, spans, word):
-    path.write_bytes(joined({f"t{i}": entry(*span) for i, span in enumerate(spans)}, EIGHT))
-    message = refused(path, kind=CorruptFileError)
+    path.write_bytes(build_file({f"t{i}": entry(*span) for i, span in enumerate(spans)}, EIGHT))
+    message = assert_refused(path, kind=CorruptFileError)
     assert any(one in message for one in word.split("|"))
 
 
 def test_the_order_of_entries_need_not_be_that_of_the_data(path):
-    path.write_bytes(joined({"b": entry(3, 8), "none": entry(3, 3), "a": entry(0, 3)}, EIGHT))
+    path.write_bytes(build_file({"b": entry(3, 8), "none": entry(3, 3), "a": entry(0, 3)}, EIGHT))
     loaded = slimtensors.load(path)
     assert list(loaded) == ["b", "none", "a"]
     assert bytes(loaded["b"].tolist()) == EIGHT[3:]
@@ -92,7 +92,7 @@ def test_a_header_length_that_is_wrong_is_refused(path, length, rest):
     if length == 2 and rest == b"{}":
         return
     path.write_bytes(struct.pack("<Q", length) + rest)
-    refused(path)
+    assert_refused(path)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_a_header_length_that_is_wrong_is_refused(path, length, rest):
     ids=repr,
 )
 def test_a_header_that_is_not_json_in_utf8_is_refused(path, text):
-    path.write_bytes(joined(text))
-    refused(path, kind=CorruptFileError)
+    path.write_bytes(build_file(text))
+    assert_refused(path, kind=CorruptFileError)
 
 
 GOOD = json.dumps(X)
@@ -155,21 +155,23 @@ GOOD = json.dumps(X)
     ],
 )
 def test_a_name_that_occurs_twice_is_refused(path, text):
-    path.write_bytes(joined(text.encode(), EIGHT))
-    assert "twice" in refused(path)
+    path.write_bytes(build_file(text.encode(), EIGHT))
+    assert "twice" in assert_refused(path)
 
 
 def test_names_that_only_look_alike_are_two_names(path):
     zero = json.dumps(entry(8, 8))
     path.write_bytes(
-        joined(f'{{"x":{GOOD},"\\\\u0078":{zero},"\\"x\\"":{zero},"dtype":{zero}}}'.encode(), EIGHT)
+        build_file(
+            f'{{"x":{GOOD},"\\\\u0078":{zero},"\\"x\\"":{zero},"dtype":{zero}}}'.encode(), EIGHT
+        )
     )
     assert list(slimtensors.load(path)) == ["x", "\\u0078", '"x"', "dtype"]
 
 
 def test_a_name_that_is_not_unicode_is_refused(path):
-    path.write_bytes(joined(f'{{"x\\ud800":{GOOD}}}'.encode(), EIGHT))
-    refused(path)
+    path.write_bytes(build_file(f'{{"x\\ud800":{GOOD}}}'.encode(), EIGHT))
+    assert_refused(path)
 
 
 def nested(depth: int) -> str:
@@ -181,15 +183,15 @@ def test_deeply_nested_headers_are_refused(path, key):
     for depth in range(940, 1001):  # around the recursion limit of Python
         fields = {name: json.dumps(value) for name, value in X.items()} | {key: nested(depth)}
         text = ",".join(f'"{name}":{value}' for name, value in fields.items())
-        path.write_bytes(joined(f'{{"x":{{{text}}}}}'.encode(), EIGHT))
-        refused(path)
-        path.write_bytes(joined(f'{{"x":{nested(depth)}}}'.encode(), EIGHT))
-        refused(path)
+        path.write_bytes(build_file(f'{{"x":{{{text}}}}}'.encode(), EIGHT))
+        assert_refused(path)
+        path.write_bytes(build_file(f'{{"x":{nested(depth)}}}'.encode(), EIGHT))
+        assert_refused(path)
 
 
 @pytest.mark.parametrize(
     "text", [nested(10**5), "[" * 10**6, '{"x":' * 10**5], ids=["lists", "open", "tables"]
 )
 def test_endlessly_nested_headers_are_refused(path, text):
-    path.write_bytes(joined(text.encode()))
-    refused(path)
+    path.write_bytes(build_file(text.encode()))
+    assert_refused(path)

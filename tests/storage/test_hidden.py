@@ -47,16 +47,16 @@ def test_a_folder_that_cannot_be_exchanged_is_replaced_in_two_steps(tmp_path, mo
 
 def test_locked_leftovers_stay_and_others_are_removed(tmp_path):
     target = tmp_path / "x"
-    with temporary_folder(target) as mine:
+    with temporary_folder(target) as used:
         file, lock = create_temporary(target, Path.touch)
         left, other = temporary_name(target), temporary_name(tmp_path / "xy")
         left.mkdir()
         other.mkdir()
         remove_leftovers(target)
-        assert {path.name for path in tmp_path.iterdir()} == {mine.name, file.name, other.name}
+        assert {path.name for path in tmp_path.iterdir()} == {used.name, file.name, other.name}
         os.close(lock)
         remove_leftovers(target)
-        assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name}
+        assert {path.name for path in tmp_path.iterdir()} == {used.name, other.name}
     assert [path.name for path in tmp_path.iterdir()] == [other.name]
 
 
@@ -76,14 +76,14 @@ def test_an_interrupt_between_two_steps_leaves_a_folder_under_the_name(tmp_path,
     old.mkdir()
     rename, count = Path.rename, []
 
-    def interrupted(self, target):
+    def rename_and_interrupt(self, target):
         rename(self, target)
         count.append(target)
         if len(count) == step:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("slimtensors.storage.atomic._exchange", lambda a, b: False)
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr(Path, "rename", rename_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         replace_folder(new, old)
     assert old.exists()
@@ -160,7 +160,7 @@ def test_a_file_may_have_the_longest_name_there_is(tmp_path):
 
 def test_without_locks_no_leftovers_are_removed(tmp_path, monkeypatch):
     def fail(*_):
-        raise OSError("no locks here")
+        raise OSError("locks are not supported")
 
     left = temporary_name(tmp_path / "x")
     left.touch()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from forging import INDEX, write_index
-from reliability_tools import refused, sample
+from reliability_tools import assert_refused, sample
 
 import slimtensors
 from slimtensors.errors import FormatError
@@ -62,14 +62,14 @@ def test_no_name_in_an_index_leads_out_of_its_folder(secret, trick):
     (folder / "a").mkdir()
     name = trick.format(secret=secret) if isinstance(trick, str) else trick
     write_index(folder, {"x": name})
-    refused(folder, where=folder / INDEX)
-    refused(folder / INDEX)
+    assert_refused(folder, where=folder / INDEX)
+    assert_refused(folder / INDEX)
 
 
 @pytest.mark.parametrize("weight_map", [None, True, 7, "text", [], ["a.safetensors"], {}], ids=repr)
 def test_an_invalid_weight_map_is_refused(tmp_path, weight_map):
     write_index(tmp_path, weight_map)
-    refused(tmp_path / INDEX)
+    assert_refused(tmp_path / INDEX)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_an_invalid_weight_map_is_refused(tmp_path, weight_map):
 )
 def test_an_invalid_index_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
-    refused(tmp_path / INDEX)
+    assert_refused(tmp_path / INDEX)
 
 
 def test_an_index_in_bad_utf8_is_refused(tmp_path):
     (tmp_path / INDEX).write_bytes(b'{"weight_map":{"x":"\xff"}}')
-    refused(tmp_path / INDEX)
+    assert_refused(tmp_path / INDEX)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
@@ -118,7 +118,7 @@ def test_a_name_in_two_shards_is_refused(tmp_path):
             {"x": torch.ones(2), shard: torch.ones(1)}, tmp_path / f"{shard}.safetensors"
         )
     write_index(tmp_path, {"x": "a.safetensors", "b": "b.safetensors"})
-    refused(tmp_path, tensor="x", where=tmp_path / "b.safetensors")
+    assert_refused(tmp_path, tensor="x", where=tmp_path / "b.safetensors")
 
 
 def test_a_name_tied_in_one_shard_and_stored_in_another_is_refused(tmp_path):
@@ -126,7 +126,7 @@ def test_a_name_tied_in_one_shard_and_stored_in_another_is_refused(tmp_path):
     slimtensors.save({"x": x, "y": x}, tmp_path / "a.safetensors")
     slimtensors.save({"y": torch.zeros(2)}, tmp_path / "b.safetensors")
     write_index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
-    refused(tmp_path, tensor="y", where=tmp_path)
+    assert_refused(tmp_path, tensor="y", where=tmp_path)
 
 
 def test_a_tensor_in_the_index_must_be_in_its_shard(tmp_path):
@@ -139,4 +139,4 @@ def test_a_tensor_in_the_index_must_be_in_its_shard(tmp_path):
     )
     shards = sorted(tmp_path.glob("*.safetensors"))
     slimtensors.save({"other": torch.ones(5)}, shards[1])
-    refused(tmp_path, where=tmp_path)
+    assert_refused(tmp_path, where=tmp_path)

@@ -192,4 +192,4 @@ def test_sequential_reads_prefetch_the_next_pages(tmp_path, monkeypatch):
     assert len(fetched) < 10, "a call for several tensors, not one for each"
     fetched.clear()
     file.read(350 * mib, 360 * mib)
-    assert fetched == [("MADV_WILLNEED", 350, 360)], "who jumps may not go on from there"
+    assert fetched == [("MADV_WILLNEED", 350, 360)], "random access is not prefetched"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability_tools import joined, sample
+from reliability_tools import build_file, sample
 from strategies import bits, same_bits
 
 import slimtensors
@@ -176,7 +176,7 @@ def test_opening_a_file_of_another_program_fetches_little(memory, monkeypatch):
     files, url = memory
     size = 16 << 20
     entry = {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}
-    files.pipe(f"{url}/x.safetensors", joined({"x": entry}, b"SLIM" + bytes(size - 4)))
+    files.pipe(f"{url}/x.safetensors", build_file({"x": entry}, b"SLIM" + bytes(size - 4)))
     fetched = count_bytes(monkeypatch, files)
     assert slimtensors.open(f"{url}/x.safetensors").keys() == ["x"]
     assert sum(fetched) <= 2 * AHEAD

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability_tools import leftovers, sample, table_of
+from reliability_tools import leftovers, read_table, sample
 from safetensors import safe_open
 from safetensors.torch import load_file
 from strategies import bits, same_bits, same_tensors
@@ -30,20 +30,20 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def index_of(folder: Path) -> dict:
+def read_index(folder: Path) -> dict:
     return json.loads((folder / INDEX).read_text())
 
 
-def shards_of(folder: Path) -> list[str]:
-    return sorted(set(index_of(folder)["weight_map"].values()))
+def list_shards(folder: Path) -> list[str]:
+    return sorted(set(read_index(folder)["weight_map"].values()))
 
 
-def assert_holds(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def assert_contains(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Assert that the folder contains exactly this model, and no files of another."""
     loaded = slimtensors.load(folder)
     assert loaded.keys() == tensors.keys()
     assert all(same_bits(loaded[name], x) for name, x in tensors.items())
-    expected = {INDEX, *shards_of(folder)} if (folder / INDEX).exists() else {SINGLE}
+    expected = {INDEX, *list_shards(folder)} if (folder / INDEX).exists() else {SINGLE}
     assert set(files(folder)) == expected
 
 
@@ -53,29 +53,29 @@ def test_the_index_contains_the_file_of_every_stored_tensor(tmp_path, dialect, p
     tensors = layers(0)
     options = {"preset": preset, "dialect": dialect}
     slimtensors.save(tensors, tmp_path, max_shard_size="20kB", **options)
-    index, stored, size = index_of(tmp_path), {}, 0
-    for shard in shards_of(tmp_path):
+    index, stored, size = read_index(tmp_path), {}, 0
+    for shard in list_shards(tmp_path):
         for name, x in load_file(tmp_path / shard).items():
             assert name not in stored
             stored[name] = shard
             size += x.nbytes
-    assert len(shards_of(tmp_path)) > 2
+    assert len(list_shards(tmp_path)) > 2
     assert index["weight_map"] == stored
     assert index["metadata"] == {"total_size": size}
-    assert_holds(tmp_path, tensors)
+    assert_contains(tmp_path, tensors)
     assert same_tensors(slimtensors.load(tmp_path / INDEX), slimtensors.load(tmp_path))
 
 
 def test_shards_are_named_as_transformers_names_them(tmp_path):
     slimtensors.save(layers(0, 6), tmp_path, preset="dense", max_shard_size="16kB")
-    assert shards_of(tmp_path) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert list_shards(tmp_path) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
 def test_no_shard_is_larger_than_allowed_unless_one_tensor_is(tmp_path):
     tensors = {**layers(0), "huge": torch.ones(10_000)}
     slimtensors.save(tensors, tmp_path, preset="dense", max_shard_size=20_000)
-    for shard in shards_of(tmp_path):
-        table = table_of(tmp_path / shard)
+    for shard in list_shards(tmp_path):
+        table = read_table(tmp_path / shard)
         data = max(entry["data_offsets"][1] for entry in table.values())
         assert data <= 20_000 or list(table) == ["huge"]
 
@@ -83,13 +83,13 @@ def test_no_shard_is_larger_than_allowed_unless_one_tensor_is(tmp_path):
 def test_the_index_lists_tensors_in_the_order_of_the_caller(tmp_path):
     tensors = {"z": torch.ones(900, dtype=torch.int8), **layers(0), "a": torch.ones(99).double()}
     slimtensors.save(tensors, tmp_path, preset="dense", max_shard_size="20kB")
-    assert list(index_of(tmp_path)["weight_map"]) == list(tensors)
+    assert list(read_index(tmp_path)["weight_map"]) == list(tensors)
 
 
 def test_plain_shards_are_read_by_safetensors_alone(tmp_path):
     tensors = layers(0)
     slimtensors.save(tensors, tmp_path, preset="dense", max_shard_size="20kB")
-    for name, shard in index_of(tmp_path)["weight_map"].items():
+    for name, shard in read_index(tmp_path)["weight_map"].items():
         with safe_open(tmp_path / shard, framework="pt") as file:
             assert same_bits(file.get_tensor(name), tensors[name])
 
@@ -102,7 +102,7 @@ def test_a_model_that_fits_one_shard_is_one_file(tmp_path):
 def test_an_existing_folder_takes_a_single_file(tmp_path):
     slimtensors.save(layers(0), tmp_path)
     assert files(tmp_path) == [SINGLE]
-    assert_holds(tmp_path, layers(0))
+    assert_contains(tmp_path, layers(0))
 
 
 SIZES = {"single": None, "few": "40kB", "many": "10kB"}
@@ -114,17 +114,17 @@ SIZES = {"single": None, "few": "40kB", "many": "10kB"}
 def test_a_folder_contains_exactly_the_last_model(tmp_path, first, second, third):
     for seed, size in ((0, first), (100, second), (200, third)):
         slimtensors.save(layers(seed), tmp_path, max_shard_size=SIZES[size])
-        assert_holds(tmp_path, layers(seed))
+        assert_contains(tmp_path, layers(seed))
 
 
 def test_new_shards_never_overwrite_existing_files(tmp_path):
     slimtensors.save(layers(0, 6), tmp_path, preset="dense", max_shard_size="16kB")
-    names = shards_of(tmp_path)
+    names = list_shards(tmp_path)
     (tmp_path / INDEX).unlink()  # the shards now belong to no model and must not be touched
     before = {name: (tmp_path / name).read_bytes() for name in names}
     slimtensors.save(layers(50, 6), tmp_path, preset="dense", max_shard_size="16kB")
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
-    assert not set(shards_of(tmp_path)) & set(names)
+    assert not set(list_shards(tmp_path)) & set(names)
     loaded = slimtensors.load(tmp_path)
     assert all(same_bits(loaded[name], x) for name, x in layers(50, 6).items())
 
@@ -139,7 +139,7 @@ def test_an_open_archive_can_read_shards_that_were_replaced(tmp_path):
 def test_a_sharded_archive_can_replace_itself(tmp_path):
     slimtensors.save(layers(0), tmp_path, preset="dense", max_shard_size="20kB")
     slimtensors.save(slimtensors.open(tmp_path), tmp_path, max_shard_size="10kB")
-    assert_holds(tmp_path, layers(0))
+    assert_contains(tmp_path, layers(0))
 
 
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
@@ -155,7 +155,7 @@ def test_an_invalid_index_is_replaced(tmp_path):
     (tmp_path / INDEX).write_text("{ not json")
     for size in ("20kB", None):
         slimtensors.save(layers(0), tmp_path, max_shard_size=size)
-        assert_holds(tmp_path, layers(0))
+        assert_contains(tmp_path, layers(0))
 
 
 def test_replacing_a_model_removes_only_safetensors_files(tmp_path):
@@ -174,8 +174,8 @@ def test_tied_tensors_are_stored_once_in_shards_and_loaded_as_one(tmp_path, dial
     tensors = layers(0)
     tensors |= {f"tied{i}": tensors[f"layer{i}"] for i in range(12)}
     slimtensors.save(tensors, tmp_path, dialect=dialect, max_shard_size="20kB")
-    assert len(shards_of(tmp_path)) > 2
-    assert {name.split(".")[0] for name in index_of(tmp_path)["weight_map"]} == layers(0).keys()
+    assert len(list_shards(tmp_path)) > 2
+    assert {name.split(".")[0] for name in read_index(tmp_path)["weight_map"]} == layers(0).keys()
     loaded = slimtensors.load(tmp_path)
     assert loaded.keys() == tensors.keys()
     for i in range(12):
@@ -186,7 +186,7 @@ def test_tied_tensors_are_stored_once_in_shards_and_loaded_as_one(tmp_path, dial
 def test_the_parts_of_one_tensor_stay_in_one_shard(tmp_path):
     tensors = layers(0)
     slimtensors.save(tensors, tmp_path, dialect="compressed-tensors", max_shard_size="7kB")
-    weight_map = index_of(tmp_path)["weight_map"]
+    weight_map = read_index(tmp_path)["weight_map"]
     assert any(name.endswith(".bitmask") for name in weight_map)
     for name in tensors:
         homes = {shard for key, shard in weight_map.items() if key.split(".")[0] == name}

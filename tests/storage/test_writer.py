@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reliability_tools import ENVIRONMENT, leftovers, run_program, sample, table_of
+from reliability_tools import ENVIRONMENT, leftovers, read_table, run_program, sample
 from safetensors.torch import load_file
 from strategies import SAFETENSORS_DTYPES, bits, same_bits, same_tensors
 
@@ -71,12 +71,12 @@ def test_every_plain_tensor_is_aligned_in_the_slim_dialect(tmp_path, preset):
     }
     path = tmp_path / "x.safetensors"
     slimtensors.save(tensors, path, preset=preset)
-    start = len(path.read_bytes()) - max(e["data_offsets"][1] for e in table_of(path).values())
+    start = len(path.read_bytes()) - max(e["data_offsets"][1] for e in read_table(path).values())
     assert start % 8 == 0
     plain = [s.name for s in slimtensors.inspect(path).tensors if s.codec == "plain"]
     assert len(plain) > 20
     for name in plain:
-        begin, _ = table_of(path)[name]["data_offsets"]
+        begin, _ = read_table(path)[name]["data_offsets"]
         assert (start + begin) % tensors[name].element_size() == 0, name
 
 
@@ -90,7 +90,7 @@ def test_the_parts_of_every_compressed_tensor_are_aligned(tmp_path):
     summary = slimtensors.save(tensors, path, preset="sparse")
     coded = [s.name for s in summary.tensors if s.codec != "plain"]
     assert len(coded) > 10
-    assert all(table_of(path)[name]["data_offsets"][0] % 8 == 0 for name in coded)
+    assert all(read_table(path)[name]["data_offsets"][0] % 8 == 0 for name in coded)
 
 
 @DIALECTS
@@ -101,7 +101,7 @@ def test_tied_tensors_are_stored_once_and_loaded_as_one(tmp_path, dialect):
     path = tmp_path / "x.safetensors"
     summary = slimtensors.save(tensors, path, dialect=dialect)
     assert {s.name for s in summary.tensors if s.codec == "tied"} == {"x2", "x3", "y2"}
-    assert {name.split(".")[0] for name in table_of(path)} == {"x", "y"}
+    assert {name.split(".")[0] for name in read_table(path)} == {"x", "y"}
     loaded = slimtensors.load(path)
     assert loaded.keys() == tensors.keys()
     assert loaded["x"] is loaded["x2"] is loaded["x3"]

@@ -29,7 +29,7 @@ from slimtensors.transformers.auto import (
 from slimtensors.transformers.saving import enable
 
 
-def quantized(folder, family="llama", preset="W4A16", dialect="slim", shards=None):
+def write_quantized(folder, family="llama", preset="W4A16", dialect="slim", shards=None):
     """Write a model dense and quantized; return the second folder."""
     make(family).save_pretrained(folder / "dense")
     quantize_folder(
@@ -64,7 +64,7 @@ def linear(model):
 @pytest.mark.parametrize("shards", [None, "100kB"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_slim_folders_load_dense_and_are_saved_unchanged(tmp_path, family, shards):
-    small = quantized(tmp_path, family, shards=shards)
+    small = write_quantized(tmp_path, family, shards=shards)
     model, info = AutoModelForCausalLM.from_pretrained(small, output_loading_info=True)
     assert not any(info.values())
     assert same_weights(model, dense(small))
@@ -74,7 +74,7 @@ def test_slim_folders_load_dense_and_are_saved_unchanged(tmp_path, family, shard
 
 @pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "NVFP4A16"])
 def test_slim_folders_run_compressed(tmp_path, preset):
-    small = quantized(tmp_path, preset=preset)
+    small = write_quantized(tmp_path, preset=preset)
     want = AutoModelForCausalLM.from_pretrained(small)
     model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
     assert isinstance(linear(model), QuantizedTensor)
@@ -87,7 +87,7 @@ def test_slim_folders_run_compressed(tmp_path, preset):
 
 
 def test_experts_are_dense_if_other_layers_run_compressed(tmp_path):
-    small = quantized(tmp_path, "mixtral", shards="100kB")
+    small = write_quantized(tmp_path, "mixtral", shards="100kB")
     want = AutoModelForCausalLM.from_pretrained(small)
     model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
     assert isinstance(linear(model), QuantizedTensor)
@@ -112,7 +112,7 @@ def test_sparse_and_rounded_folders_run_compressed(tmp_path, preset):
 
 
 def test_the_config_can_request_run_compressed(tmp_path):
-    small = quantized(tmp_path)
+    small = write_quantized(tmp_path)
     config = AutoConfig.from_pretrained(small)
     config.quantization_config["run_compressed"] = True
     model = AutoModelForCausalLM.from_pretrained(small, config=config)
@@ -138,7 +138,7 @@ def test_run_compressed_in_the_config_is_kept_when_saving(tmp_path):
 
 def test_a_smaller_shard_size_is_refused_for_quantized_weights(tmp_path):
     model = SparseAutoModelForCausalLM.from_pretrained(
-        quantized(tmp_path, dialect="compressed-tensors")
+        write_quantized(tmp_path, dialect="compressed-tensors")
     )
     with pytest.raises(ConfigError, match=r"max_shard_size.*model\.safetensors.*convert"):
         model.save_pretrained(tmp_path / "again", max_shard_size="20kB")
@@ -146,7 +146,7 @@ def test_a_smaller_shard_size_is_refused_for_quantized_weights(tmp_path):
 
 
 def test_a_model_that_runs_compressed_can_have_another_dtype(tmp_path):
-    small = quantized(tmp_path)
+    small = write_quantized(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     model = SparseAutoModelForCausalLM.from_pretrained(
         small, run_compressed=True, dtype=torch.float32
@@ -160,7 +160,7 @@ def test_a_model_that_runs_compressed_can_have_another_dtype(tmp_path):
 
 
 def test_a_model_that_runs_compressed_can_be_saved_in_any_other_way(tmp_path):
-    small = quantized(tmp_path)
+    small = write_quantized(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(small)
     model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
     model.save_pretrained(tmp_path / "plain", save_compressed=False)
@@ -173,7 +173,7 @@ def test_a_model_that_runs_compressed_can_be_saved_in_any_other_way(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 def test_layers_on_the_disk_are_dense(tmp_path):
-    small = quantized(tmp_path)
+    small = write_quantized(tmp_path)
     want = AutoModelForCausalLM.from_pretrained(small)
     places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -187,7 +187,7 @@ def test_layers_on_the_disk_are_dense(tmp_path):
 
 
 def test_folders_that_cannot_run_compressed_are_refused(tmp_path):
-    quantized(tmp_path)
+    write_quantized(tmp_path)
     load = SparseAutoModelForCausalLM.from_pretrained
     with pytest.raises(ConfigError, match="is not compressed"):
         load(tmp_path / "dense", run_compressed=True)
@@ -199,7 +199,7 @@ def test_folders_that_cannot_run_compressed_are_refused(tmp_path):
         load(tmp_path / "small", config=config, run_compressed=True)
 
 
-def by_compressed_tensors(folder, preset, family="llama"):
+def save_with_compressed_tensors(folder, preset, family="llama"):
     """Write a model in the format of compressed-tensors; return its logits before that."""
     config = config_of(preset, family)
     model = frozen(family, config)
@@ -217,7 +217,7 @@ DYNAMIC = ["W8A8", "W4A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "MXFP8"]
 )
 def test_folders_of_compressed_tensors_load_and_are_saved_unchanged(tmp_path, preset):
     small = tmp_path / "small"
-    rounded = by_compressed_tensors(small, preset)
+    rounded = save_with_compressed_tensors(small, preset)
     plain = ModelCompressor.from_pretrained(small).decompress(small)
     load = SparseAutoModelForCausalLM.from_pretrained
     want, info = load(small, output_loading_info=True)
@@ -237,7 +237,7 @@ def test_folders_of_compressed_tensors_load_and_are_saved_unchanged(tmp_path, pr
 @pytest.mark.parametrize("family", ["mixtral", "bert", "opt"])
 def test_other_families_of_compressed_tensors_load(tmp_path, family):
     small = tmp_path / "small"
-    by_compressed_tensors(small, "W4A16", family)
+    save_with_compressed_tensors(small, "W4A16", family)
     plain = ModelCompressor.from_pretrained(small).decompress(small)
     auto = SparseAutoModelForMaskedLM if family == "bert" else SparseAutoModelForCausalLM
     want = auto.from_pretrained(small)
@@ -255,7 +255,7 @@ def test_other_families_of_compressed_tensors_load(tmp_path, family):
 def test_a_compressed_folder_of_compressed_tensors_loads_with_auto_classes(
     tmp_path, run_compressed
 ):
-    small = quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
+    small = write_quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
     compress_folder(small, tmp_path / "coded", preset="lossless")
     config = AutoConfig.from_pretrained(tmp_path / "coded")
     config.quantization_config["run_compressed"] = run_compressed
@@ -268,7 +268,7 @@ def test_a_compressed_folder_of_compressed_tensors_loads_with_auto_classes(
 
 
 def test_shards_replace_those_of_an_older_model(tmp_path):
-    small = quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
+    small = write_quantized(tmp_path, dialect="compressed-tensors", shards="100kB")
     make("llama").save_pretrained(tmp_path / "again")
     model = SparseAutoModelForCausalLM.from_pretrained(small, run_compressed=True)
     before = files(small)
@@ -278,7 +278,7 @@ def test_shards_replace_those_of_an_older_model(tmp_path):
 
 
 def test_a_base_model_and_another_dtype_load_from_compressed_tensors(tmp_path):
-    small = quantized(tmp_path, dialect="compressed-tensors")
+    small = write_quantized(tmp_path, dialect="compressed-tensors")
     want = dense(small).model.half()
     model = SparseAutoModel.from_pretrained(small, dtype=torch.float16)
     assert same_weights(model, want)
@@ -290,7 +290,7 @@ def test_a_base_model_and_another_dtype_load_from_compressed_tensors(tmp_path):
 
 
 def test_changed_weights_are_not_quantized_again_silently(tmp_path):
-    small = quantized(tmp_path, dialect="compressed-tensors")
+    small = write_quantized(tmp_path, dialect="compressed-tensors")
     model = SparseAutoModelForCausalLM.from_pretrained(small)
     with torch.no_grad():
         linear(model)[3, 5] = 4
@@ -305,7 +305,7 @@ def test_changed_weights_are_not_quantized_again_silently(tmp_path):
 
 
 def test_rotated_weights_are_refused(tmp_path):
-    small = quantized(tmp_path, dialect="compressed-tensors")
+    small = write_quantized(tmp_path, dialect="compressed-tensors")
     data = json.loads((small / "config.json").read_text())
     data["quantization_config"]["transform_config"] = {"config_groups": {"R1": {}}}
     (small / "config.json").write_text(json.dumps(data))
@@ -318,7 +318,7 @@ LOAD_WITHOUT_PEER = Path(__file__).parent / "programs" / "load_without_peer.py"
 
 @pytest.mark.slow
 def test_compressed_tensors_need_not_be_installed(tmp_path):
-    small = quantized(tmp_path, dialect="compressed-tensors")
+    small = write_quantized(tmp_path, dialect="compressed-tensors")
     command = [sys.executable, LOAD_WITHOUT_PEER, small]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
