@@ -27,6 +27,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "quantization.algorithms": ("layerwise",),
     "quantized_folder": ("folder", "transformers.calibrate"),
     "sparsity": ("compat", "codecs.statistics", "codecs.presets", "folder.config_json"),
+    "sparsity.config": ("folder.config_json",),
     "spec": ("tensor", "parallel"),
     "summary": ("archive.summary",),
     "tensors": ("runtime",),
@@ -37,6 +38,15 @@ MOVED: dict[str, tuple[str, ...]] = {
 """Earlier path -> the modules that define its names now, all below `slimtensors`."""
 
 RENAMED = {
+    "plan": {"plain_parts": "decode_parts", "plan_of": "parse_plan", "sizes_of": "parse_sizes"},
+    "sparsity": {
+        "combined": "merge",
+        "mask_plan": "choose_mask_plan",
+        "parse_section": "parse_sparsity",
+        "stacked": "merge_rows",
+    },
+    "sparsity.config": {"parse_section": "parse_sparsity"},
+    "summary": {"Stored": "TensorSummary"},
     "checkpoint.rng": {"capture": "capture_rng", "check": "check_rng", "restore": "restore_rng"},
     "pruning": {"Method": "PruningMethod", "Wanted": "PruningTarget"},
     "quantization.algorithms": {"Method": "QuantizationMethod"},
@@ -55,13 +65,23 @@ RENAMED = {
 _ROOT = __name__.rpartition(".")[0]
 
 
+class Renamed:
+    """A method or attribute under its earlier name: `dense = Renamed("decompress")`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return getattr(owner if instance is None else instance, self._name)
+
+
 class _MovedModule(ModuleType):
     """A module that looks up its names in the modules that define them now."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.removeprefix(f"{_ROOT}.")
         if name == "__all__":
-            return import_module(f"{_ROOT}.{MOVED[path][0]}").__all__
+            return self._public_names(path)
         if not name.startswith("__"):
             current = RENAMED.get(path, {}).get(name, name)
             for target in MOVED[path]:
@@ -69,6 +89,19 @@ class _MovedModule(ModuleType):
                 if hasattr(module, current):
                     return getattr(module, current)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *self._public_names(self.__name__.removeprefix(f"{_ROOT}."))})
+
+    @staticmethod
+    def _public_names(path: str) -> list[str]:
+        names = set(RENAMED.get(path, ()))
+        for target in MOVED[path]:
+            module = import_module(f"{_ROOT}.{target}")
+            values = vars(module).items()
+            defined = [k for k, v in values if k[0] != "_" and not isinstance(v, ModuleType)]
+            names |= set(getattr(module, "__all__", defined))
+        return sorted(names)
 
 
 class _Finder(MetaPathFinder, Loader):

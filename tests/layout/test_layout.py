@@ -4,11 +4,13 @@ import ast
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 import slimtensors
 from slimtensors import _moved
@@ -18,7 +20,7 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__main__.py"]
 
 LAYERS = [
-    *["_core", "errors", "tensor", "parallel"],
+    *["_core", "_moved", "errors", "tensor", "parallel"],
     *["codecs", "storage", "archive"],
     *["quantization", "runtime"],
     *["folder", "layerwise", "recipe", "checkpoint"],
@@ -27,8 +29,8 @@ LAYERS = [
 ]
 """From the lowest to the highest; a module imports only from layers that come before its own."""
 
-PACKAGE = {"__init__", "_moved"}
-"""Modules of the package itself, which belong to no layer."""
+PACKAGE = {"__init__"}
+"""The package itself belongs to no layer."""
 
 LIGHT = "import torch, safetensors, safetensors.torch, numpy, importlib.metadata"
 
@@ -135,7 +137,10 @@ EARLIER = {
     "pruning": ["Magnitude", "Method", "Wanted", "prune_model", "parse_structure"],
     "quantization.algorithms": ["GPTQ", "Method", "ModelReport", "quantize_model"],
     "quantized_folder": ["Rewrite", "calibrate_folder", "convert_folder", "quantize_folder"],
-    "sparsity": ["BitmaskConfig", "Sparsity", "count_zeros", "is_24", "sparsity_of"],
+    "plan": ["Encoded", "Plan", "chain", "decode", "encode", "plain_parts", "plan_of"],
+    "sparsity": ["BitmaskConfig", "Sparsity", "combined", "count_zeros", "is_24", "mask_plan"],
+    "sparsity.config": ["BitmaskConfig", "SparsityConfig", "parse_section"],
+    "summary": ["Stored", "Summary"],
     "spec": ["DTYPES", "Each", "Spec", "as_bytes", "same_bits", "serially", "view"],
     "tensors": ["CodedTensor", "QuantizedTensor", "quantize_", "rebuild"],
     "torchao": ["from_torchao", "to_torchao"],
@@ -146,6 +151,27 @@ EARLIER = {
 def test_public_names_of_earlier_versions_still_import(path):
     names = {}
     exec(f"from slimtensors.{path} import {', '.join(EARLIER[path])}", names)
+
+
+def test_methods_of_earlier_versions_still_work():
+    from slimtensors.quantized_folder import Rewrite
+    from slimtensors.tensors import SparseTensor
+
+    from slimtensors.checkpoint import About, io, rng
+
+    x = torch.eye(8)
+    weight = SparseTensor.of(x)
+    assert torch.equal(weight.dense(), x)
+    assert torch.equal(weight.rows(torch.tensor([2])), x[2:3])
+    assert slimtensors.Archive.of_files == slimtensors.Archive.from_files
+    assert slimtensors.Huffman.cut is slimtensors.Huffman.split_parts
+    assert {"sparsity_of", "stacked"} <= set(dir(import_module("slimtensors.sparsity")))
+    assert hasattr(io, "save_checkpoint")
+    assert hasattr(rng, "capture")
+    assert About.place is About.suffix
+    options = Rewrite("1GB", True)
+    assert (options.max_shard_size, options.replace) == ("1GB", True)
+    assert isinstance(replace(options, preset="dense"), Rewrite)
 
 
 def test_the_package_knows_its_version():

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from slimtensors._moved import Renamed
 from slimtensors.archive import dialects
 from slimtensors.archive.dialects import BlobMember, Member, PackedTensor, PlainMember
 from slimtensors.archive.summary import Summary, TensorSummary
@@ -102,6 +103,10 @@ class Archive:
         if len(part) < len(self):
             part.tree = None  # it would refer to tensors that are not selected
         return part
+
+    at, of_files = Renamed("from_location"), Renamed("from_files")
+    encoded, packed = Renamed("read_encoded"), Renamed("read_packed")
+    check_whole = Renamed("check_not_delta")
 
     def check_not_delta(self) -> None:
         """Raise if this is a delta, which contains differences instead of weights."""

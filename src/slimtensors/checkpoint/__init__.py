@@ -1,5 +1,8 @@
 """Training checkpoints: small, bit-exact to resume, crash-safe."""
 
+from importlib import import_module
+from typing import Any
+
 from slimtensors.checkpoint.loop import Checkpointing, checkpointing
 from slimtensors.checkpoint.profiles import PROFILES, Filter, Profile, StateTensorInfo
 from slimtensors.checkpoint.run import (
@@ -19,6 +22,14 @@ from slimtensors.checkpoint.store import Saved, flatten, load_checkpoint, save_c
 # Names of version 0.1.
 About = StateTensorInfo
 points = list_checkpoints
+
+
+def __getattr__(name: str) -> Any:
+    """Import modules of version 0.1 on first use."""
+    if name in ("io", "rng"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "PROFILES",

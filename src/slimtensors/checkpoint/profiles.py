@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slimtensors._moved import Renamed
 from slimtensors.errors import ConfigError, suggest
 from slimtensors.tensor import Spec
 
@@ -34,6 +35,8 @@ class StateTensorInfo:
     """Common prefix of the states of one parameter, as in `optimizer.state.3`."""
     suffix: str = ""
     """End of the name if this is a piece of a tensor."""
+
+    place = Renamed("suffix")
 
     @property
     def is_matrix(self) -> bool:

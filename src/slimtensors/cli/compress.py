@@ -70,8 +70,6 @@ def run_quantize(
     options: argparse.Namespace, archive: Archive, bar: Progress, group: ProcessGroup
 ) -> Summary:
     """Quantize a folder, with calibration data if given."""
-    from slimtensors.transformers.calibrate import calibrate_folder
-
     config = _config(options)
     dialect = options.dialect or "compressed-tensors"
     dialects.find(dialect)  # raise for an unknown one before the model runs
@@ -84,6 +82,8 @@ def run_quantize(
     )
     if options.calibration is None:
         return quantize_folder(archive, options.output, config, dialect=dialect, how=folder_options)
+    from slimtensors.transformers.calibrate import calibrate_folder
+
     return calibrate_folder(
         options.source,
         options.output,
@@ -231,7 +231,7 @@ def _report(options: argparse.Namespace, total: int, summary: Summary) -> None:
         signed = [tensor.name for tensor in summary.tensors if "-0.0" in tensor.note]
         if signed:
             count = count_noun(len(signed), "tensor")
-            print(f"{count} contain -0.0, stored as nonzero values: {signed[0]} ...")
+            print(f"{count} with -0.0, stored as nonzero values: {signed[0]} ...")
 
 
 def _compress(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors._moved import Renamed
 from slimtensors.codecs.protocol import register
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each, scale_slice, serially, split_chunks
@@ -96,6 +97,8 @@ class Huffman:
     def step(self, spec: Spec) -> int:
         """Return the number of items in a chunk; a complex number counts twice."""
         return _CHUNK * _kind(spec.dtype).itemsize // spec.dtype.itemsize
+
+    cut, decode_again = Renamed("split_parts"), Renamed("decode_unchecked")
 
     def split_parts(self, parts: Parts, like: Spec, items: int) -> list[Parts]:
         """Return the parts of slices of `items` items, a multiple of `step`, as views."""

@@ -58,23 +58,28 @@ Kind = Literal["dense", "slim", "compressed-tensors"]
 """How a folder can store its weights."""
 
 
-def Rewrite(  # noqa: N802  a class in version 0.1
-    max_shard_size: int | str | None = None,
-    replace: bool = False,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    storage_options: dict[str, Any] | None = None,
-    ranks: ProcessGroup | None = None,
-) -> FolderOptions:
-    """Return `FolderOptions`, with the arguments in the order of version 0.1."""
-    return FolderOptions(
-        max_shard_size=max_shard_size,
-        replace=replace,
-        threads=threads,
-        progress=progress,
-        storage_options=storage_options,
-        ranks=ranks,
-    )
+class Rewrite(FolderOptions):
+    """`FolderOptions` with its name and order of arguments in version 0.1."""
+
+    def __init__(
+        self,
+        max_shard_size: int | str | None = None,
+        replace: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        storage_options: dict[str, Any] | None = None,
+        ranks: ProcessGroup | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(
+            max_shard_size=max_shard_size,
+            replace=replace,
+            threads=threads,
+            progress=progress,
+            storage_options=storage_options,
+            ranks=ranks,
+            **others,
+        )
 
 
 def convert_folder(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from slimtensors._moved import Renamed
 from slimtensors.archive.dialects.compressed_tensors import CodecPacker, register_packer
 from slimtensors.archive.dialects.entries import PackedTensor, plain_tensor_bytes
 from slimtensors.codecs import register
@@ -109,6 +110,8 @@ class Quantized:
         """The arguments, parsed."""
         assert isinstance(self.args, dict)
         return QuantizationArgs.from_dict(self.args)
+
+    parsed = Renamed("parse")
 
     def parse(self, parts: Parts, columns: int) -> tuple[Tensor, Params]:
         """Return codes, one per item, and params: the arguments of `encoded`."""

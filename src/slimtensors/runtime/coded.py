@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slimtensors import codecs
+from slimtensors._moved import Renamed
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded, Plan, decode, decode_into, decode_parts, encode
 from slimtensors.codecs.presets import Choice
@@ -98,6 +99,8 @@ class CodedTensor(CompressedTensor):
     def parse_config(cls, data: Json) -> CodedConfig:
         """Parse the JSON form."""
         return CodedConfig(data["tree"])
+
+    of = Renamed("from_encoded")
 
     @classmethod
     def from_encoded(cls, x: Encoded) -> Self:

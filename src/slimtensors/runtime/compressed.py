@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slimtensors._moved import Renamed
 from slimtensors.errors import (
     ConfigError,
     FormatError,
@@ -73,6 +74,9 @@ class CompressedTensor(Tensor):
     def parse_config(cls, data: Json) -> Config:
         """Parse the JSON form of a config."""
         return NoConfig()
+
+    dense, forget = Renamed("decompress"), Renamed("invalidate")
+    at, rows, changed = Renamed("take_row"), Renamed("take_rows"), Renamed("map_leaves")
 
     def decompress(self) -> Tensor:
         """Implement `dequantize` for parts that have data."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slimtensors._moved import Renamed
 from slimtensors.errors import CorruptFileError, UnsupportedOperationError
 from slimtensors.quantization import affine, kernels
 from slimtensors.quantization.affine import Params
@@ -72,6 +73,8 @@ class QuantizedTensor(CompressedTensor):
             QuantizationArgs.from_dict(data["args"]),
             None if inputs is None else QuantizationArgs.from_dict(inputs),
         )
+
+    of = Renamed("from_codes")
 
     @classmethod
     def from_codes(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors._moved import Renamed
 from slimtensors.codecs import Bitmask
 from slimtensors.codecs.bitmask import mask_shape
 from slimtensors.errors import ConfigError, CorruptFileError
@@ -22,6 +23,8 @@ class SparseTensor(CompressedTensor):
     part_names = ("mask", "kept")
     mask: Tensor
     kept: Tensor
+
+    of = Renamed("from_dense")
 
     @classmethod
     def from_dense(cls, x: Tensor) -> Self:
@@ -70,6 +73,8 @@ class CsrTensor(CompressedTensor):
     starts: Tensor
     columns: Tensor
     kept: Tensor
+
+    of = Renamed("from_dense")
 
     @classmethod
     def from_dense(cls, x: Tensor) -> Self:
