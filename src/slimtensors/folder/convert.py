@@ -41,6 +41,7 @@ from slimtensors.quantization import (
     formats,
 )
 from slimtensors.quantization.state_dict import (
+    find_dense_shape,
     find_scheme,
     find_stored_layers,
     is_quantization_part,
@@ -210,13 +211,11 @@ class _QuantizedFolder:
             raise type(error)(f"{self.archive.path}: {layer}: {error}") from error
 
     def _shape_of(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
-        if "weight_shape" in suffixes:
-            stored = self.archive.load_one(join_name(layer, "weight_shape"), serially)
-            return tuple(int(size) for size in stored.flatten())
-        if "weight" in suffixes:
-            return self.archive.spec(join_name(layer, "weight")).shape
-        *outer, width = self.archive.spec(join_name(layer, "weight_packed")).shape
-        return *outer, 2 * width  # 4-bit floats, two per byte
+        names = {suffix: join_name(layer, suffix) for suffix in suffixes}
+        specs = {suffix: self.archive.spec(name) for suffix, name in names.items()}
+        return find_dense_shape(
+            specs, lambda: self.archive.load_one(names["weight_shape"], serially)
+        )
 
 
 def _find_quantized(archive: Archive) -> dict[str, Quantized]:

@@ -5,7 +5,7 @@ Stacked experts are stored per expert, as transformers saves them.
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from slimtensors.quantization.targets import (
     make_disjoint,
     matches_any,
 )
+from slimtensors.tensor import Spec
 
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
@@ -139,6 +140,21 @@ def find_stored_layers(names: Collection[str]) -> dict[str, list[str]]:
 def join_name(layer: str, suffix: str) -> str:
     """Return the name of a tensor of a layer."""
     return f"{layer}.{suffix}" if layer else suffix
+
+
+def find_dense_shape(
+    specs: Mapping[str, Spec], read_shape: Callable[[], Tensor]
+) -> tuple[int, ...]:
+    """Return the shape of a dense weight from its stored parts, by suffix.
+
+    `read_shape` reads the part `weight_shape`, which only packed integers have.
+    """
+    if "weight_shape" in specs:
+        return tuple(int(size) for size in read_shape().flatten())
+    if "weight" in specs:
+        return specs["weight"].shape
+    *outer, width = specs["weight_packed"].shape
+    return *outer, 2 * width  # 4-bit floats, two per byte
 
 
 def is_quantization_part(name: str, layers: Mapping[str, Collection[str]]) -> bool:

@@ -26,6 +26,7 @@ from slimtensors.parallel import Each, Workers, serially
 from slimtensors.quantization import QuantizationConfig, Quantized, formats
 from slimtensors.quantization.state_dict import (
     decompress_weight,
+    find_dense_shape,
     find_scheme,
     find_stored_layers,
     is_quantization_part,
@@ -126,16 +127,9 @@ def _encode_layer(
         codec = Quantized.in_whole_bytes(args)
         return codec.encoded(codes, params, dtype, then={"q": Plan(Huffman())})
 
-    return TensorSource(join_name(layer, "weight"), Spec(dtype, _find_shape(parts)), read)
-
-
-def _find_shape(parts: Mapping[str, TensorSource]) -> tuple[int, ...]:
-    if "weight_shape" in parts:
-        return tuple(int(size) for size in _read_tensor(parts["weight_shape"], serially).flatten())
-    if "weight" in parts:
-        return parts["weight"].spec.shape
-    *outer, width = parts["weight_packed"].spec.shape
-    return *outer, 2 * width  # 4-bit floats, two per byte
+    specs = {suffix: part.spec for suffix, part in parts.items()}
+    shape = find_dense_shape(specs, lambda: _read_tensor(parts["weight_shape"], serially))
+    return TensorSource(join_name(layer, "weight"), Spec(dtype, shape), read)
 
 
 def _read_tensor(source: TensorSource, each: Each) -> Tensor:
