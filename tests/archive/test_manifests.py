@@ -14,7 +14,7 @@ pytestmark = pytest.mark.hostile
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda m: m.update(version=2), UnsupportedVersionError),
+        (lambda m: m.update(version=3), UnsupportedVersionError),
         (lambda m: m.update(version=10**9), UnsupportedVersionError),
         (lambda m: m.update(version=0), FormatError),
         (lambda m: m.update(version=-1), FormatError),
@@ -46,6 +46,8 @@ pytestmark = pytest.mark.hostile
         (lambda m: m.update(plans={"steps": "bitmask"}), FormatError),
         (lambda m: m.update(plans={"steps": 1}), FormatError),
         (lambda m: m.update(plans=["steps"]), FormatError),
+        (lambda m: m.update(version=2, generation=7), FormatError),
+        (lambda m: m.update(version=2, source=["x"]), FormatError),
     ],
 )
 @DIALECTS

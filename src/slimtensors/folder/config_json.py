@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from slimtensors.archive.dialects import VERSION
 from slimtensors.archive.summary import Summary
 from slimtensors.codecs.statistics import Sparsity, merge
 from slimtensors.errors import ConfigError, suggest
@@ -23,6 +22,8 @@ from slimtensors.storage import Location, StrPath, locate, weight_files, write_j
 from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
+VERSION = 1
+"""Version of our section."""
 METHOD = "slimtensors"
 """`quant_method` of folders that only slimtensors reads."""
 COMPRESSED_TENSORS = "compressed-tensors"

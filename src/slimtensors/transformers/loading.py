@@ -28,7 +28,6 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from slimtensors.archive import Archive
-from slimtensors.archive.dialects import VERSION
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
@@ -36,7 +35,12 @@ from slimtensors.errors import (
     UnsupportedVersionError,
     suggest,
 )
-from slimtensors.folder.config_json import COMPRESSED_TENSORS, METHOD, parse_quantization
+from slimtensors.folder.config_json import (
+    COMPRESSED_TENSORS,
+    METHOD,
+    VERSION,
+    parse_quantization,
+)
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor

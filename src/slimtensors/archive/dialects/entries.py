@@ -17,8 +17,8 @@ from slimtensors.tensor import Json, Spec, allocate, as_bytes, is_valid_text, vi
 
 KEY = "slimtensors"
 """Metadata key of the manifest."""
-VERSION = 1
-"""Format version of manifests and blobs."""
+VERSION = 2
+"""Newest format version of manifests; each is written in the lowest that describes its file."""
 
 _CHUNK = 1 << 20
 _SMALL = 32 << 10  # above this, torch copies with threads of its own
@@ -211,11 +211,20 @@ class FileManifest:
     """Outline of the values that are not tensors (`slimtensors.archive.tree`)."""
     delta: Mapping[str, Any] | None = None
     """How tensors differ from a base (`slimtensors.archive.delta`)."""
+    generation: str | None = None
+    """Hash that all shards of one model share, so that shards of two saves are never mixed."""
+    source: Mapping[str, Any] | None = None
+    """Header bytes of the files that were compressed, to restore them byte for byte."""
+
+    @property
+    def version(self) -> int:
+        """The lowest format version that describes this manifest."""
+        return 1 if self.generation is None and self.source is None else 2
 
     def to_text(self, table: str) -> str:
         """Return the JSON line; `table` is the list of tensors that follows it in the header."""
         raw = table.encode()
-        data: dict[str, Any] = {"version": VERSION, "dialect": self.dialect}
+        data: dict[str, Any] = {"version": self.version, "dialect": self.dialect}
         if self.plans:
             data["plans"] = dict(self.plans)
         if self.tied:
@@ -224,6 +233,10 @@ class FileManifest:
             data["tree"] = self.tree
         if self.delta is not None:
             data["delta"] = dict(self.delta)
+        if self.generation is not None:
+            data["generation"] = self.generation
+        if self.source is not None:
+            data["source"] = dict(self.source)
         data["checksums"] = list(self.checksums)
         data["table"] = [len(raw), _core.crc32c(raw)]
         body = json.dumps(data, separators=(",", ":"), ensure_ascii=False)[:-1]
@@ -234,17 +247,19 @@ class FileManifest:
         """Parse the line; raise if it or the `header` that contains it was changed."""
         data = _parse_manifest(text)
         checksums, tied, plans = data["checksums"], data.get("tied", {}), data.get("plans", {})
-        tree, delta = data.get("tree"), data.get("delta")
+        tree, delta, source = data.get("tree"), data.get("delta"), data.get("source")
+        generation = data.get("generation")
         is_valid = isinstance(checksums, list) and all(map(_is_checksum, checksums))
         if not is_valid or not _is_string_table(tied) or not _is_string_table(plans):
             raise CorruptFileError("malformed manifest: invalid checksums, tied names or plans")
-        if not (tree is None or isinstance(tree, dict)) or not (
-            delta is None or isinstance(delta, dict)
-        ):
-            raise CorruptFileError("malformed manifest: tree and delta must be JSON objects")
+        if not all(part is None or isinstance(part, dict) for part in (tree, delta, source)):
+            raise CorruptFileError("malformed manifest: tree, delta and source must be objects")
+        if not (generation is None or isinstance(generation, str)):
+            raise CorruptFileError("malformed manifest: generation must be a string")
         match data["table"]:
             case [int(size), int(found)] if _core.crc32c(header[-size:]) == found:
-                return cls(str(data["dialect"]), checksums, tied, plans, tree, delta)
+                dialect = str(data["dialect"])
+                return cls(dialect, checksums, tied, plans, tree, delta, generation, source)
         raise CorruptFileError(
             "the list of tensors does not match the manifest: the file is damaged, or another"
             f" program rewrote it and kept the metadata key {KEY!r}"
@@ -257,11 +272,11 @@ def is_sealed(text: str) -> bool:
     return bool(body) and seal == f"{_core.crc32c(body.encode(errors='surrogatepass'))}}}"
 
 
-def check_version(version: int) -> None:
-    """Raise if a file was written in a newer format version."""
-    if version > VERSION:
+def check_version(version: int, newest: int) -> None:
+    """Raise if a manifest or blob was written in a newer format version."""
+    if version > newest:
         raise UnsupportedVersionError(
-            f"format version {version} is newer than the supported version {VERSION};"
+            f"format version {version} is newer than the supported version {newest};"
             " upgrade slimtensors"
         )
 
@@ -275,7 +290,7 @@ def _parse_manifest(text: str) -> dict[str, Any]:
     version = data.get("version") if isinstance(data, dict) else None
     if type(version) is not int or version < 1:
         raise CorruptFileError("malformed manifest: missing or invalid version")
-    check_version(version)
+    check_version(version, VERSION)
     if not sealed or not {"dialect", "checksums", "table"} <= data.keys():
         raise CorruptFileError("checksum mismatch in the manifest: the file is damaged")
     return cast(dict[str, Any], data)

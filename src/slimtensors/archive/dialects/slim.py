@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slimtensors import _core
 from slimtensors.archive.dialects.entries import (
-    VERSION,
     Member,
     PackedTensor,
     PlainMember,
@@ -42,6 +41,8 @@ from slimtensors.storage import ByteChunk, HeaderEntry, StoredFile, TensorBytes,
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, as_bytes, ceil_div, view_as
 
 NAME = "slim"
+VERSION = 1
+"""Format version of blobs."""
 MAGIC = b"SLIM"
 _START = struct.Struct("<4sIII")
 """Magic, version, bytes of the JSON header, CRC-32C of these twelve bytes and the JSON header."""
@@ -190,7 +191,7 @@ def parse_header(raw: memoryview) -> tuple[int, Json]:
         raise CorruptFileError(f"invalid blob: starts with {magic!r}, expected {MAGIC!r}")
     if version < 1:
         raise CorruptFileError("invalid format version 0")
-    check_version(version)
+    check_version(version, VERSION)
     end = _START.size + size
     text = bytes(raw[_START.size : end])
     if len(text) != size or _core.crc32c(text, _core.crc32c(start[:12])) != seal:
