@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
 CPP := $(wildcard cpp/*/*.h cpp/*/*.cpp)
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-long lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -13,6 +13,10 @@ demo: $(VENV)/installed
 # One process per core, with one thread each; the tests of a file share a process and its fixtures.
 test: $(VENV)/developing lint
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# Sweeps, long fuzzing and kills: the tests marked `long`, which `make test` leaves out.
+test-long: $(VENV)/developing
+	$(BIN)/pytest -m long -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check
