@@ -145,6 +145,28 @@ def as_bytes(x: Tensor) -> Tensor:
     return x if x.dtype is torch.uint8 else x.view(torch.uint8)
 
 
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides for a copy of `x`: its own if they are a permutation of contiguous ones.
+
+    Otherwise (gaps, overlaps) those of a contiguous tensor.
+    """
+    expected = 1
+    dims = [(step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n != 1]
+    for step, n in sorted(dims):
+        if step != expected:
+            return contiguous_strides(x.shape)
+        expected *= n
+    return x.stride() if expected else contiguous_strides(x.shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 1, 0, -1):
+        strides[i - 1] = strides[i] * max(shape[i], 1)
+    return tuple(strides)
+
+
 _COMPARED = 1 << 18
 """Bytes per comparison."""
 

@@ -11,11 +11,9 @@ import threading
 
 import jsonschema
 import pytest
-import torch
 from checkpoint.programs import run_program, start_program
 from reliability_tools import TESTS
-from strategies import bits, same_bits
-from torch import nn
+from strategies import same_bits
 from training import Run
 
 from slimtensors.checkpoint import (
@@ -26,10 +24,8 @@ from slimtensors.checkpoint import (
     repair_run,
     verify_run,
 )
-from slimtensors.checkpoint.loop import Snapshot
 from slimtensors.cli import main
 from slimtensors.errors import ConfigError, FormatError, InUseError, MismatchError
-from slimtensors.tensor import DTYPES
 
 
 def start_loop(run, folder, **options):
@@ -209,39 +205,6 @@ def test_invalid_options_raise(tmp_path):
     for options in ({"every": 0}, {"keep_last": 0}, {"keep_every": 1.5}, {"best_is": "least"}):
         with pytest.raises(ConfigError):
             start_loop(Run(), tmp_path, **options)
-
-
-def test_a_snapshot_reuses_memory_and_keeps_tied_tensors_tied():
-    x = torch.randn(4, 5)
-    state = {"a": x, "b": {"c": x.t(), "again": x}, "n": 1}
-    snapshot = Snapshot()
-    copies = snapshot.take(state).tensors
-    addresses = {name: y.data_ptr() for name, y in copies.items()}
-    assert copies["a"] is copies["b.again"]
-    x.add_(1)
-    assert not same_bits(copies["a"], x)
-    copies = snapshot.take(state).tensors
-    assert {name: y.data_ptr() for name, y in copies.items()} == addresses
-    assert same_bits(copies["a"], x)
-    assert same_bits(copies["b.c"], x.t())
-
-
-def test_a_snapshot_contains_plain_tensors():
-    state = {
-        "weight": nn.Parameter(torch.randn(3, 3)),
-        "small": torch.randn(8).to(torch.float8_e5m2),
-        "other": torch.randn(2, dtype=torch.complex64).conj(),
-        "none": torch.empty(0),
-    }
-    copies = Snapshot().take(state).tensors
-    assert not any(y.requires_grad or y.is_conj() for y in copies.values())
-    assert all(same_bits(y, state[name].detach().resolve_conj()) for name, y in copies.items())
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_a_snapshot_supports_every_dtype(name):
-    x = bits(1, 24, DTYPES[name], 0.9)
-    assert same_bits(Snapshot().take({"x": x}).tensors["x"], x)
 
 
 def read_json(schema, capsys):

@@ -4,7 +4,6 @@ import itertools
 import logging
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,10 +13,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from slimtensors.archive.tree import flatten
-from slimtensors.archive.write import memory_key
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     Point,
@@ -32,12 +29,12 @@ from slimtensors.checkpoint.run import (
     remove_incomplete,
     select_resumable,
 )
+from slimtensors.checkpoint.snapshot import Snapshot
 from slimtensors.checkpoint.state import Checkpoint, Stateful, build_checkpoint, restore_checkpoint
 from slimtensors.checkpoint.store import FlatState, Saved, SaveOptions, load_checkpoint, save_state
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import lock_folder, remove_folder
-from slimtensors.tensor import Spec, allocate, as_bytes, check_storable, to_cpu
 
 _log = logging.getLogger(__name__)
 
@@ -342,68 +339,3 @@ class Checkpointing:
 
         signal.signal(signal.SIGTERM, set_flag)
         stack.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
-
-
-_FOREACH_DTYPES = {
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-}
-"""Dtypes that are copied in one call; others may lack a copy kernel."""
-
-
-class Snapshot:
-    """Reusable memory for a copy of a state, pinned for tensors of CUDA devices."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
-
-    def take(self, state: Mapping[str, Any]) -> FlatState:
-        """Return a copy of a state, which overwrites the previous copy."""
-        found, tree = flatten(state)
-        tensors = {name: check_storable(name, value) for name, value in found.items()}
-        addresses = Counter(x.data_ptr() for x in tensors.values())
-        targets: dict[object, Tensor] = {}
-        copies: dict[str, Tensor] = {}
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for name, x in tensors.items():
-            # Tied tensors stay tied; the full comparison is needed for equal addresses only.
-            key = memory_key(x) if addresses[x.data_ptr()] > 1 else name
-            if key not in targets:
-                targets[key] = self._find_memory(name, x)
-                pairs.append((targets[key], x))
-            copies[name] = targets[key]
-        # After the loop, because copying evicts the loop's data from the CPU caches.
-        _copy_all(pairs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._copies = copies
-        return FlatState(copies, tree, state)
-
-    def _find_memory(self, name: str, x: Tensor) -> Tensor:
-        """Return memory for a copy: that of the previous copy if it fits."""
-        if x.is_quantized:
-            return x.detach().cpu().clone()  # an empty tensor would lack the scales
-        copy = self._copies.get(name)
-        if copy is None or copy.dtype != x.dtype or copy.shape != x.shape:
-            return _allocate_pinned(x) if x.is_cuda else allocate(Spec.of(x))
-        return copy
-
-
-@torch.no_grad()
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, most of them in one call."""
-    batch = [pair for pair in pairs if pair[1].dtype in _FOREACH_DTYPES or pair[1].is_cuda]
-    if batch:
-        targets, sources = map(list, zip(*batch, strict=True))
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-    for target, x in pairs:
-        if not (x.dtype in _FOREACH_DTYPES or x.is_cuda or x.is_quantized):
-            as_bytes(target).copy_(as_bytes(to_cpu(x)))  # some dtypes have no copy kernel
-
-
-def _allocate_pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
