@@ -221,7 +221,8 @@ def check_storable(name: str, x: object) -> Tensor:
             f"{name}: layout {x.layout} cannot be stored; store x.to_dense()"
         )
     if x.dtype not in _NAMES:
-        raise UnsupportedTensorError(f"{name}: tensors of {x.dtype} cannot be stored")
+        hint = "; store x.dequantize()" if x.is_quantized else ""
+        raise UnsupportedTensorError(f"{name}: tensors of {x.dtype} cannot be stored{hint}")
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.is_meta:

@@ -1,17 +1,22 @@
 """States with values that are not tensors."""
 
 import json
-from collections import OrderedDict, namedtuple
+import logging
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from enum import Enum, IntEnum, StrEnum
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 from strategies import same_bits
+from torch import nn
 
 import slimtensors
-from slimtensors.archive.tree import flatten, unflatten
+from slimtensors.archive.tree import flatten, outline_version, unflatten
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 
 scalars = (
@@ -79,6 +84,147 @@ def test_numpy_arrays_and_scalars_round_trip():
     assert type(back["b"]) is np.float32
 
 
+native = npst.boolean_dtypes() | npst.integer_dtypes() | npst.unsigned_integer_dtypes()
+numpy_dtypes = (
+    native
+    | npst.floating_dtypes(sizes=(16, 32, 64), endianness="?")
+    | npst.complex_number_dtypes(sizes=(64, 128), endianness="?")
+    | npst.integer_dtypes(endianness=">")
+    | npst.datetime64_dtypes(endianness="?")
+    | npst.timedelta64_dtypes(endianness="?")
+)
+numpy_arrays = numpy_dtypes.flatmap(lambda d: npst.arrays(d, npst.array_shapes(min_dims=0)))
+
+
+def same_arrays(a, b):
+    """Return True if two arrays or scalars agree in type, dtype, shape and bytes."""
+    is_same = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
+    return is_same and a.tobytes() == b.tobytes()
+
+
+@given(array=numpy_arrays)
+def test_every_numpy_array_keeps_type_dtype_shape_and_bits(array):
+    back = through_json({"a": array, "t": array.T, "n": 1})
+    assert same_arrays(back["a"], array)
+    assert same_arrays(back["t"], array.T)
+
+
+@given(dtype=numpy_dtypes, data=st.data())
+def test_every_numpy_scalar_keeps_its_type_and_bits(dtype, data):
+    value = data.draw(npst.arrays(dtype, ()))[()]
+    assert same_arrays(through_json({"a": value})["a"], value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(3.5),
+        np.array([], dtype=">f4"),
+        np.array([[1, 2]], dtype="<M8[25s]"),
+        np.broadcast_to(np.arange(3), (2, 3)),
+        np.arange(6)[::-2],
+        np.str_("text"),
+        np.bytes_(b"\0x\0"),
+        np.bool_(True),
+        np.complex128(1 - 2j),
+        np.float64("nan"),
+        np.datetime64("2020-01-01"),
+        np.timedelta64(3, "h"),
+    ],
+    ids=str,
+)
+def test_numpy_values_that_resemble_others_keep_their_type(value):
+    assert same_arrays(through_json({"a": {"b": value}})["a"]["b"], value)
+
+
+def test_numbers_that_are_too_long_for_json_round_trip():
+    for number in (10**5000, -(10**5000), 2**2000, 2**2000 - 1):
+        assert through_json({"a": number, number: 1}) == {"a": number, number: 1}
+
+
+def test_parameters_and_leaf_tensors_keep_their_class_and_gradient_flag(tmp_path):
+    weight = nn.Parameter(torch.randn(3))
+    state = {
+        "a": {"weight": weight, "again": weight, "plain": weight.detach()},
+        "frozen": nn.Parameter(torch.arange(3), requires_grad=False),
+        "leaf": torch.randn(2, requires_grad=True),
+        "result": torch.randn(2, requires_grad=True) * 2,
+        "n": 1,
+    }
+    slimtensors.save(state, tmp_path / "x")
+    back = slimtensors.load(tmp_path / "x")
+    assert type(back["a"]["weight"]) is type(back["frozen"]) is nn.Parameter
+    assert back["a"]["weight"] is back["a"]["again"]
+    assert back["a"]["weight"].data_ptr() == back["a"]["plain"].data_ptr()
+    assert type(back["a"]["plain"]) is torch.Tensor
+    flags = [back[name].requires_grad for name in ("frozen", "leaf", "result")]
+    assert flags == [False, True, False]
+    assert back["leaf"].is_leaf
+    assert same_bits(back["a"]["weight"].detach(), weight.detach())
+
+
+def test_default_dicts_keep_their_factory():
+    state = {"a": defaultdict(dict, {3: {"x": 1}}), "b": defaultdict(None), "c": defaultdict(int)}
+    back = through_json(state)
+    assert repr(back) == repr(state)
+    assert back["c"][1] == 0
+
+
+class Mode(StrEnum):
+    FAST = "fast"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+Point = namedtuple("Point", "x y")
+
+
+def test_values_without_their_class_are_stored_with_one_warning(caplog):
+    state = {
+        "args": {"mode": Mode.FAST, "other": Mode.FAST, "level": Level.HIGH, "color": Color.RED},
+        "points": [Point(1, i) for i in range(5)],
+        "text": Text("words"),
+        "keys": {Mode.FAST: 1},
+    }
+    with caplog.at_level(logging.WARNING):
+        back = through_json(state)
+        through_json(state)
+    args = {"mode": "fast", "other": "fast", "level": 3, "color": 1}
+    points = [(1, i) for i in range(5)]
+    assert back == {"args": args, "points": points, "text": "words", "keys": {"fast": 1}}
+    assert {type(value) for value in back["args"].values()} == {str, int}
+    assert type(back["text"]) is str
+    assert type(back["points"][0]) is tuple
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "args.mode and 2 more: stored as a plain str",
+        "args.level: stored as a plain int",
+        "args.color: stored as a plain int",
+        "points.0 and 4 more: stored as a plain tuple",
+        "text: stored as a plain str",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_packed_quantized_tensors_raise_with_their_path(tmp_path):
+    x = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.quint4x2)
+    with pytest.raises(UnsupportedTensorError, match=r"^a\.b: .*store x\.dequantize"):
+        slimtensors.save({"a": {"b": x}}, tmp_path / "x")
+
+
+def test_only_states_with_new_types_need_the_new_version(tmp_path):
+    x = torch.ones(2)
+    old = {"x": x, "a": [1, (2.5, None)], "b": OrderedDict(c=np.arange(3)), "d": np.float32(1)}
+    assert outline_version(flatten(old)[1]) == 1
+    news = [nn.Parameter(x), np.str_("x"), defaultdict(int), 10**5000, np.array([1], ">i4")]
+    for value in news:
+        assert outline_version(flatten({"a": [value]})[1]) == 2
+        slimtensors.save({"a": [value]}, tmp_path / "x")
+        header = (tmp_path / "x").read_bytes()
+        assert b'\\"version\\":2' in header
+
+
 def test_the_metadata_of_a_module_round_trips(tmp_path):
     state = torch.nn.BatchNorm1d(3).state_dict()
     state["extra"] = ("words", 1)
@@ -90,11 +236,63 @@ def test_the_metadata_of_a_module_round_trips(tmp_path):
     assert same_bits(back["running_var"], state["running_var"])
 
 
-Point = namedtuple("Point", "x y")
+class Text(str):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Real(float):
+    pass
+
+
+class Table(dict):
+    pass
+
+
+class Row(tuple):
+    __slots__ = ()
+
+
+class Color(Enum):
+    RED = 1
+    ANY = object()
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, Point(1, 2), lambda: 0, np.array(["text"]), range(3), type]
+    "value",
+    [
+        object(),
+        lambda: 0,
+        range(3),
+        type,
+        bytearray(b"x"),
+        Number(3),
+        Real(3),
+        Table(a=1),
+        Row((1, 2)),
+        UserDict(a=1),
+        MappingProxyType({"a": 1}),
+        defaultdict(lambda: 3),
+        Color.ANY,
+        {Color.RED: 1, 1: 2},
+        torch.quint4x2,
+        torch.strided,
+        torch.return_types.max((torch.ones(2), torch.ones(2))),
+        np.array(["text"]),
+        np.array([b"text"]),
+        np.array([None]),
+        np.array([(1, 2.0)], dtype="i4,f8"),
+        np.array([(1, 2.0)], dtype="i4,f8")[0],
+        np.array([1, 2], dtype=np.longdouble),
+        np.longdouble(1),
+        np.clongdouble(1),
+        np.ma.masked_array([1, 2], mask=[True, False]),
+        np.rec.array([(1, 2.0)], dtype="i4,f8"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
 def test_values_that_need_pickle_raise_with_their_path(tmp_path, value):
     with pytest.raises(UnsupportedTensorError, match=r"^state\.inner\.0: "):
@@ -120,13 +318,22 @@ def test_recursive_states_raise():
         {"bytes": "?"},
         {"device": "moon"},
         {"size": ["x"]},
+        {"int": "x"},
+        {"array": "x", "dtype": "O"},
+        {"array": "x", "dtype": "<f8"},
+        {"array": "x", "dtype": 3},
+        {"parameter": "x"},
+        {"parameter": "x", "requires_grad": True},
+        {"defaultdict": ["open", []]},
+        {"defaultdict": [[], []]},
+        {"numpy_bytes": "?"},
         {},
         [],
     ],
 )
 def test_a_malformed_outline_is_a_corrupt_file_error(outline):
     with pytest.raises(CorruptFileError):
-        unflatten({"dict": [["a", outline]]}, {})
+        unflatten({"dict": [["a", outline]]}, {"x": torch.ones(2, dtype=torch.int32)})
 
 
 def test_a_state_round_trips_through_shards_and_a_second_save(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+from enum import StrEnum
 
 import jsonschema
 import pytest
@@ -199,6 +200,24 @@ def test_sigterm_saves_and_exits(tmp_path):
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, ""), done.stderr
     assert names(tmp_path) == ["step-00000004"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Phase(StrEnum):
+    WARMUP = "warmup"
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_an_enum_in_extra_is_saved_as_its_value_with_a_warning(tmp_path, caplog, async_):
+    name = f"args-{async_}"
+
+    def extra():
+        return {name: {"phase": Phase.WARMUP}}
+
+    with start_loop(Run(), tmp_path, every=1, async_=async_, extra=extra) as ckpt:
+        ckpt.step()
+        ckpt.step()
+    assert load_checkpoint(tmp_path / "step-00000002")[name] == {"phase": "warmup"}
+    assert caplog.text.count(f"{name}.phase: stored as a plain str") == 1
 
 
 def test_invalid_options_raise(tmp_path):

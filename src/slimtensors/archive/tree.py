@@ -5,99 +5,261 @@ Nothing is pickled, so loading a file never executes code.
 """
 
 import base64
+import logging
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.tensor import Json, dtype_name, find_dtype, is_valid_text
 
+_log = logging.getLogger(__name__)
+
 _MAX_DEPTH = 100
+_MAX_JSON_BITS = 2000
+"""Larger integers are stored as text: Python limits the decimal digits that it parses."""
 _PLAIN = (str, int, bool, type(None))
 _TENSORS = (Tensor, Encoded)
+_FACTORIES: Mapping[str, Callable[[], Any]] = {
+    cls.__name__: cls for cls in (bool, dict, float, int, list, set, str, tuple)
+}
+"""Default factories of a `defaultdict` that are stored by name."""
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d+|[<>][mM]8(\[\d*[A-Za-z]+\])?")
 
 
 def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor | Encoded], Json | None]:
     """Return the tensors of a state by name and an outline of the rest, None if all are tensors.
 
-    The name of a tensor is its path in the state, joined by dots. Tensors may be encoded.
+    The name of a tensor is its path in the state, joined by dots. Tensors may be encoded. Members
+    of an Enum and named tuples lose their class, with a warning.
     """
-    tensors: dict[str, Tensor | Encoded] = {}
     if all(isinstance(k, str) and isinstance(v, Tensor | Encoded) for k, v in state.items()):
         return dict(state), None
-
-    def keep(path: str, x: Tensor | Encoded) -> str:
-        name = path
-        while name in tensors:  # {"a": {"b": x}, "a.b": y}
-            name += "_"
-        tensors[name] = x
-        return name
-
-    return tensors, _outline(state, "", keep, 0)
+    outliner = _Outliner()
+    outline = outliner.describe(state, "", 0)
+    for cls, (stored_as, path, *others) in outliner.reduced.items():
+        _warn_reduced(path, len(others), f"{cls.__module__}.{cls.__qualname__}", stored_as)
+    return outliner.tensors, outline
 
 
 def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that was passed to `flatten`."""
     try:
-        return _rebuild(outline, tensors, 0)
+        return _Rebuilder(tensors).rebuild(outline, 0)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptFileError(f"malformed state outline: {error!r}") from error
 
 
-def _outline(
-    value: Any, path: str, keep: Callable[[str, Tensor | Encoded], str], depth: int
-) -> Any:
-    """Return JSON for `value`: plain if JSON supports it, else an object keyed by its type."""
-    if type(value) in _PLAIN:  # most values of a state: skip the match below
-        return _check_text(value, path) if type(value) is str else value
-    if isinstance(value, _TENSORS):
-        return {"tensor": keep(path, value)}
-    if depth > _MAX_DEPTH:
-        raise UnsupportedTensorError(f"{path}: nested more than {_MAX_DEPTH} levels deep")
+_VERSION_1 = {
+    *("tensor", "array", "scalar", "dict", "ordered", "counter", "list", "tuple"),
+    *("dtype", "device", "size", "float", "complex", "bytes"),
+}
 
-    def inner(part: Any, key: object) -> Any:
-        return _outline(part, f"{path}.{key}" if path else str(key), keep, depth + 1)
 
-    match value:
-        case str():
-            return _check_text(value, path)
-        case float() if type(value) is float:
-            return value if math.isfinite(value) else {"float": repr(value)}
-        case complex():
-            return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
-        case bytes():
-            return {"bytes": base64.b64encode(value).decode()}
-        case torch.dtype():
-            return {"dtype": dtype_name(value)}
-        case torch.device():
+def outline_version(outline: Json) -> int:
+    """Return the lowest format version that describes an outline."""
+    pending: list[Any] = [outline]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, dict):
+            pending += node.values()
+            if node.keys() == {"ordered", "metadata"}:
+                continue
+            if len(node) != 1 or not node.keys() <= _VERSION_1:
+                return 2
+    return 1
+
+
+@lru_cache(maxsize=1024)  # once, not at each of a thousand saves
+def _warn_reduced(path: str, others: int, cls: str, stored_as: str) -> None:
+    more = f" and {others} more" if others else ""
+    _log.warning("%s%s: stored as a plain %s, without its class %s", path, more, stored_as, cls)
+
+
+@dataclass
+class _Outliner:
+    """Collects the tensors of a state while it is described."""
+
+    tensors: dict[str, Tensor | Encoded] = field(default_factory=dict)
+    reduced: dict[type, list[str]] = field(default_factory=dict)
+    """Class -> plain type that its values are stored as, then their paths."""
+
+    def describe(self, value: Any, path: str, depth: int) -> Any:
+        """Return JSON for `value`: plain if JSON supports it, else an object keyed by its type."""
+        kind = type(value)
+        if kind in _PLAIN:  # most values of a state: skip the match below
+            if kind is str:
+                return _check_text(value, path)
+            return {"int": hex(value)} if _is_long(value) else value
+        if isinstance(value, _TENSORS):
+            return self._describe_tensor(value, path)
+        if depth > _MAX_DEPTH:
+            raise UnsupportedTensorError(f"{path}: nested more than {_MAX_DEPTH} levels deep")
+
+        def inner(part: Any, key: object) -> Any:
+            if _is_long(key):
+                key = hex(key)
+            return self.describe(part, f"{path}.{key}" if path else str(key), depth + 1)
+
+        def items(table: Mapping[Any, Any]) -> list[Any]:
+            pairs = [[inner(k, "key"), inner(v, k)] for k, v in table.items()]
+            _check_enum_keys(table, path)
+            return pairs
+
+        def elements() -> list[Any]:
+            return [inner(part, i) for i, part in enumerate(value)]
+
+        if isinstance(value, Enum):
+            self._reduce(kind, type(value.value), path)
+            return self.describe(value.value, path, depth + 1)
+        if isinstance(value, np.generic | np.ndarray):
+            return self._describe_numpy(value, path)
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            self._reduce(kind, tuple, path)
+            return {"tuple": elements()}
+        if isinstance(value, str):
+            self._reduce(kind, str, path)
+            return _check_text(str.__str__(value), path)
+        if isinstance(value, torch.dtype):
+            return {"dtype": _name_dtype(value, path)}
+        if isinstance(value, torch.device):
             return {"device": str(value)}
-        case torch.Size():
+        # By the exact class: subclasses may have more state than their base class.
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is complex:
+            return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
+        if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        if kind is torch.Size:
             return {"size": list(value)}
-        case np.ndarray() if value.dtype.kind in "biufc":
-            return {"array": keep(path, torch.from_numpy(np.ascontiguousarray(value)))}
-        case np.generic() if value.dtype.kind in "biufc":
-            return {"scalar": keep(path, torch.from_numpy(np.array(value)))}
-        case list() if type(value) is list:
-            return {"list": [inner(part, i) for i, part in enumerate(value)]}
-        case tuple() if type(value) is tuple:
-            return {"tuple": [inner(part, i) for i, part in enumerate(value)]}
-        case OrderedDict() if type(value) is OrderedDict:
-            pairs = [[inner(k, "key"), inner(v, k)] for k, v in value.items()]
+        if kind is list:
+            return {"list": elements()}
+        if kind is tuple:
+            return {"tuple": elements()}
+        if kind is OrderedDict:
+            pairs = items(value)
             extra = getattr(value, "_metadata", None)  # set by nn.Module.state_dict()
-            return {"ordered": pairs, **({"metadata": inner(extra, "_metadata")} if extra else {})}
-        case Counter() if type(value) is Counter:  # milestones of a scheduler
-            return {"counter": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
-        case dict() if type(value) is dict:
-            return {"dict": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
+            metadata = {} if extra is None else {"metadata": inner(extra, "_metadata")}
+            return {"ordered": pairs, **metadata}
+        if kind is Counter:  # milestones of a scheduler
+            return {"counter": items(value)}
+        if kind is dict:
+            return {"dict": items(value)}
+        if kind is defaultdict:
+            return {"defaultdict": [_name_factory(value, path), items(value)]}
+        raise UnsupportedTensorError(_explain(value, path))
+
+    def _keep(self, path: str, x: Tensor | Encoded) -> str:
+        name = path
+        while name in self.tensors:  # {"a": {"b": x}, "a.b": y}
+            name += "_"
+        self.tensors[name] = x
+        return name
+
+    def _reduce(self, cls: type, plain: type, path: str) -> None:
+        self.reduced.setdefault(cls, [plain.__name__]).append(path)
+
+    def _describe_tensor(self, x: Tensor | Encoded, path: str) -> Json:
+        name = self._keep(path, x)
+        if type(x) is nn.Parameter:
+            return {"parameter": name, "requires_grad": x.requires_grad}
+        if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
+            return {"tensor": name, "requires_grad": True}
+        return {"tensor": name}
+
+    def _describe_numpy(self, value: Any, path: str) -> Json:
+        if isinstance(value, np.str_):
+            return {"numpy_str": _check_text(str(value), path)}
+        if isinstance(value, np.bytes_):
+            return {"numpy_bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+            raise UnsupportedTensorError(_explain(value, path))
+        x = _numpy_to_tensor(np.asarray(value), path)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        is_plain = value.dtype.isnative and value.dtype.kind in "biufc"
+        return {kind: self._keep(path, x), **({} if is_plain else {"dtype": value.dtype.str})}
+
+
+def _is_long(value: object) -> TypeGuard[int]:
+    return type(value) is int and value.bit_length() > _MAX_JSON_BITS
+
+
+def _numpy_to_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    """Return the items in native byte order, dates and durations as integers."""
+    kind, itemsize = array.dtype.kind, array.dtype.itemsize
+    if kind not in "biufcmM" or itemsize > (16 if kind == "c" else 8):
+        hint = {"U": "store a list of str", "S": "store a list of bytes"}.get(
+            kind, "convert it to another dtype first"
+        )
+        raise UnsupportedTensorError(
+            f"{path}: cannot store NumPy values of dtype {array.dtype}; {hint}"
+        )
+    if not array.dtype.isnative:
+        array = array.byteswap()
+    array = array.view(np.int64 if kind in "mM" else array.dtype.newbyteorder("="))
+    if not (array.flags.c_contiguous and array.flags.writeable):
+        array = array.copy(order="C")
+    return torch.from_numpy(array)
+
+
+def _name_dtype(dtype: torch.dtype, path: str) -> str:
+    try:
+        return dtype_name(dtype)
+    except KeyError:
+        raise UnsupportedTensorError(f"{path}: cannot store the dtype {dtype}") from None
+
+
+def _check_enum_keys(table: Mapping[Any, Any], path: str) -> None:
+    """Raise if the keys of a table cannot be replaced by the values of their Enum."""
+    if not any(isinstance(key, Enum) for key in table):
+        return
+    values = [key.value if isinstance(key, Enum) else key for key in table]
+    if not all(isinstance(value, Hashable) for value in values) or len(set(values)) < len(values):
+        raise UnsupportedTensorError(
+            f"{path}: cannot store these members of an Enum as keys; use their values"
+        )
+
+
+def _name_factory(value: defaultdict[Any, Any], path: str) -> str | None:
+    factory = value.default_factory
+    if factory is None:
+        return None
+    for name, known in _FACTORIES.items():
+        if factory is known:
+            return name
     raise UnsupportedTensorError(
-        f"{path}: cannot store values of type {type(value).__module__}.{type(value).__qualname__}"
+        f"{path}: cannot store a defaultdict with the factory {factory!r}; store dict(value)"
     )
+
+
+def _explain(value: Any, path: str) -> str:
+    """Return the message for a value that cannot be stored."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    hint = ""
+    if isinstance(value, np.ma.MaskedArray):
+        hint = "; store its data and its mask as two arrays"
+    elif isinstance(value, np.ndarray):
+        hint = "; store numpy.asarray(value)"
+    elif isinstance(value, Mapping):
+        hint = "; store dict(value)"
+    else:
+        for base in (list, tuple, bytes, bytearray, int, float, complex):
+            if isinstance(value, base):
+                hint = f"; store {'bytes' if base is bytearray else base.__name__}(value)"
+    return f"{path or 'state'}: cannot store values of type {kind}{hint}"
 
 
 def _check_text(text: str, path: str) -> str:
@@ -106,45 +268,85 @@ def _check_text(text: str, path: str) -> str:
     return text
 
 
-def _rebuild(data: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
-    if data is None or isinstance(data, bool | int | float | str):
-        return data
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+@dataclass
+class _Rebuilder:
+    """Rebuilds a state from its outline."""
 
-    def inner(part: Any) -> Any:
-        return _rebuild(part, tensors, depth + 1)
+    tensors: Mapping[str, Tensor]
+    variables: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Tensors and the parameters made of them: tied names get the same parameter."""
 
-    match data:
-        case {"tensor": str(name)}:
-            return tensors[name]
-        case {"float": str(text)}:
-            return float(text)
-        case {"complex": [real, imag]}:
-            return complex(inner(real), inner(imag))
-        case {"bytes": str(text)}:
-            return base64.b64decode(text, validate=True)
-        case {"dtype": str(name)}:
-            return find_dtype(name)
-        case {"device": str(name)}:
-            return torch.device(name)
-        case {"size": list(sizes)}:
-            return torch.Size(sizes)
-        case {"array": str(name)}:
-            return tensors[name].numpy()
-        case {"scalar": str(name)}:
-            return tensors[name].numpy()[()]
-        case {"list": list(parts)}:
-            return [inner(part) for part in parts]
-        case {"tuple": list(parts)}:
-            return tuple(inner(part) for part in parts)
-        case {"dict": list(pairs)}:
-            return {inner(key): inner(value) for key, value in pairs}
-        case {"counter": list(pairs)}:
-            return Counter({inner(key): inner(value) for key, value in pairs})
-        case {"ordered": list(pairs), **rest}:
-            table: Any = OrderedDict((inner(key), inner(value)) for key, value in pairs)
-            if "metadata" in rest:
-                table._metadata = inner(rest["metadata"])
-            return table
-    raise ValueError(f"unknown type: {str(data)[:80]}")
+    def rebuild(self, data: Any, depth: int) -> Any:
+        if data is None or isinstance(data, bool | int | float | str):
+            return data
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+        def inner(part: Any) -> Any:
+            return self.rebuild(part, depth + 1)
+
+        match data:
+            case {"tensor": str(name), "requires_grad": bool(requires_grad)}:
+                return self._make_variable(name, Tensor, requires_grad)
+            case {"tensor": str(name)}:
+                return self.tensors[name]
+            case {"parameter": str(name), "requires_grad": bool(requires_grad)}:
+                return self._make_variable(name, nn.Parameter, requires_grad)
+            case {"int": str(text)}:
+                return int(text, 16)
+            case {"float": str(text)}:
+                return float(text)
+            case {"complex": [real, imag]}:
+                return complex(inner(real), inner(imag))
+            case {"bytes": str(text)}:
+                return base64.b64decode(text, validate=True)
+            case {"numpy_str": str(text)}:
+                return np.str_(text)
+            case {"numpy_bytes": str(text)}:
+                return np.bytes_(base64.b64decode(text, validate=True))
+            case {"array": str(name)}:
+                return _tensor_to_numpy(self.tensors[name], data.get("dtype"))
+            case {"scalar": str(name)}:
+                return _tensor_to_numpy(self.tensors[name], data.get("dtype"))[()]
+            case {"dtype": str(name)}:
+                return find_dtype(name)
+            case {"device": str(name)}:
+                return torch.device(name)
+            case {"size": list(sizes)}:
+                return torch.Size(sizes)
+            case {"list": list(parts)}:
+                return [inner(part) for part in parts]
+            case {"tuple": list(parts)}:
+                return tuple(inner(part) for part in parts)
+            case {"dict": list(pairs)}:
+                return {inner(key): inner(value) for key, value in pairs}
+            case {"defaultdict": [str() | None as factory, list(pairs)]}:
+                make = None if factory is None else _FACTORIES[factory]
+                return defaultdict(make, {inner(key): inner(value) for key, value in pairs})
+            case {"counter": list(pairs)}:
+                return Counter({inner(key): inner(value) for key, value in pairs})
+            case {"ordered": list(pairs), **rest}:
+                table: Any = OrderedDict((inner(key), inner(value)) for key, value in pairs)
+                if "metadata" in rest:
+                    table._metadata = inner(rest["metadata"])
+                return table
+        raise ValueError(f"unknown type: {str(data)[:80]}")
+
+    def _make_variable(self, name: str, cls: type[Tensor], requires_grad: bool) -> Tensor:
+        x = self.tensors[name]
+        key = id(x), cls, requires_grad
+        if key not in self.variables:
+            made = nn.Parameter(x.detach(), False) if cls is nn.Parameter else x.detach()
+            self.variables[key] = x, made.requires_grad_(requires_grad)
+        return self.variables[key][1]
+
+
+def _tensor_to_numpy(x: Tensor, dtype: str | None) -> np.ndarray[Any, Any]:
+    """Undo `_numpy_to_tensor`."""
+    array = x.numpy()
+    if dtype is None:
+        return array
+    if not _NUMPY_DTYPE.fullmatch(dtype) or np.dtype(dtype).itemsize != array.itemsize:
+        raise ValueError(f"invalid dtype {dtype[:80]!r} of a NumPy array")
+    array = array if np.dtype(dtype).isnative else array.byteswap()
+    return array.view(dtype)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from slimtensors import _core
+from slimtensors.archive.tree import outline_version
 from slimtensors.codecs.plan import Plan
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.parallel import Each
@@ -219,7 +220,9 @@ class FileManifest:
     @property
     def version(self) -> int:
         """The lowest format version that describes this manifest."""
-        return 1 if self.generation is None and self.source is None else 2
+        if self.generation is not None or self.source is not None:
+            return 2
+        return 1 if self.tree is None else outline_version(self.tree)
 
     def to_text(self, table: str) -> str:
         """Return the JSON line; `table` is the list of tensors that follows it in the header."""

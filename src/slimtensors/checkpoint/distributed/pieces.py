@@ -147,7 +147,7 @@ def build_rank_state(
     run: str, rank: int, pieces: Sequence[Piece], objects: Mapping[str, Any]
 ) -> FlatState:
     """Return the content of the file of a rank."""
-    tensors = {piece.name.removeprefix(PREFIX): piece.data for piece in pieces}
+    tensors = {piece.name.removeprefix(PREFIX): piece.data.detach() for piece in pieces}
     return FlatState.of({"run": run, "rank": rank, "objects": dict(objects), "tensors": tensors})
 
 
