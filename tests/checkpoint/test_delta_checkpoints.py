@@ -14,6 +14,7 @@ import slimtensors
 from slimtensors.checkpoint import (
     PROFILES,
     Filter,
+    Profile,
     checkpointing,
     flatten,
     list_checkpoints,
@@ -195,6 +196,21 @@ def test_saving_is_deterministic(tmp_path, states):
     assert (tmp_path / "a" / "state.safetensors").read_bytes() == (
         tmp_path / "b" / "state.safetensors"
     ).read_bytes()
+
+
+def test_a_profile_of_more_bits_than_a_dtype_has_can_be_loaded(tmp_path, states):
+    own = Profile("own", first_bits=9, second_bits=12, weight_bits=23)
+    save_checkpoint(states[0], tmp_path / "a")
+    for name, base in (("b", None), ("c", tmp_path / "a")):
+        saved = save_checkpoint(states[1], tmp_path / name, base=base, profile=own)
+        assert load_checkpoint(tmp_path / name)["step"] == states[1]["step"]
+        assert all(error < 0.01 for error in saved.errors.values())
+
+
+@pytest.mark.parametrize("options", [{"first_bits": 0}, {"weight_bits": 24}, {"first_step": -1.0}])
+def test_profiles_refuse_impossible_precision(options):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} must be"):
+        Profile("own", **options)
 
 
 def test_filters_restrict_a_profile(tmp_path, states):

@@ -13,6 +13,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_t
 from slimtensors.checkpoint.profiles import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo
 from slimtensors.checkpoint.tensor_entry import (
     GROUPED,
+    MANTISSA,
     ROOTS,
     SAME,
     STEPS,
@@ -186,7 +187,7 @@ class StateEncoder:
             if q is not None:
                 return TensorEntry(STEPS, spec, base=tensor_digest(y), step=step), q, y
         is_second = SECOND in info.roles
-        bits = (profile.second_bits if is_second else profile.weight_bits) or _DEFAULT_BITS
+        bits = _limit_bits(profile.second_bits if is_second else profile.weight_bits, x.dtype)
         seed = self._seed(info) if is_second else None
         short = round_mantissa(x, bits, seed)
         times = self.decay(info) if is_second and y is not None else 1.0
@@ -205,7 +206,7 @@ class StateEncoder:
             if q is not None and not x[unit == 0].any():
                 by, step = info.sibling(SECOND), self.profile.first_step
                 return TensorEntry(ROOTS, spec, by=by, step=step), q, second
-        bits = self.profile.first_bits or _DEFAULT_BITS
+        bits = _limit_bits(self.profile.first_bits, x.dtype)
         short = round_mantissa(x, bits, self._seed(info))
         entry = TensorEntry(WHOLE, spec, bits=bits)
         entry, stored = self._group_by_second_moment(info, short, entry)
@@ -224,7 +225,7 @@ class StateEncoder:
         y = self._load_base(name, Spec.of(x), serially)
         if (y is not None and bitwise_equal(x, y)) or not self._can_round(sibling, x):
             return x
-        bits = self.profile.second_bits or _DEFAULT_BITS
+        bits = _limit_bits(self.profile.second_bits, x.dtype)
         return round_mantissa(x, bits, self._seed(sibling)).to(x.dtype)
 
     def _seed(self, info: StateTensorInfo) -> int:
@@ -234,6 +235,11 @@ class StateEncoder:
         if self.base is None or name not in self.base or self.base.spec(name) != spec:
             return None
         return self.base.load(name, each)
+
+
+def _limit_bits(bits: int | None, dtype: torch.dtype) -> int:
+    """Return the mantissa bits to keep: an entry never claims more than its dtype has."""
+    return min(bits or _DEFAULT_BITS, MANTISSA[dtype])
 
 
 def _size_estimator(name: str) -> Callable[[Tensor], float]:

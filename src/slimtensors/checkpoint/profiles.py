@@ -1,5 +1,6 @@
 """Storage policy: roles of tensors, filters, and precision profiles."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from slimtensors.tensor import Spec
 WEIGHTS, BUFFERS, OTHER = "weights", "buffers", "other"
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 """Adam's names of the first and second moments."""
+
+_MAX_BITS = 23
+"""Mantissa bits of `float32`."""
 
 _MODEL = re.compile(r"(?:model|state_dict)\.(?P<name>.+)")
 _OPTIMIZER = re.compile(r"(?P<owner>.*\bstate\.(?P<index>\d+))\.(?P<key>[^.]+)")
@@ -109,6 +113,18 @@ class Profile:
     """Mantissa bits of weights."""
     is_model_only: bool = False
     """Whether the optimizer and the rest are left out; training cannot resume from that."""
+
+    def __post_init__(self) -> None:
+        for key in ("first_bits", "second_bits", "weight_bits"):
+            bits = getattr(self, key)
+            if bits is not None and not (type(bits) is int and 1 <= bits <= _MAX_BITS):
+                raise ConfigError(
+                    f"profile {self.name!r}: {key} must be 1 to {_MAX_BITS}, got {bits!r}"
+                )
+        for key in ("weight_step", "first_step"):
+            step = getattr(self, key)
+            if step is not None and not 0 < step < math.inf:
+                raise ConfigError(f"profile {self.name!r}: {key} must be positive, got {step!r}")
 
     @property
     def is_exact(self) -> bool:
