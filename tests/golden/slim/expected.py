@@ -1,0 +1,92 @@
+"""The content of golden files as JSON that every program can compare: no part of the library."""
+
+import hashlib
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_INLINE = 128
+"""Bytes up to which tensors are written in full, else as SHA-256."""
+
+
+def describe(value: Any) -> Any:
+    """Return JSON that describes a nested state: structure, types and bits."""
+
+    def pairs(table: Mapping[Any, Any]) -> list[Any]:
+        return [[describe(k), describe(v)] for k, v in table.items()]
+
+    kind = type(value).__name__
+    match value:
+        case torch.Tensor() if value.is_quantized:
+            return {"type": "quantized", "value": describe(split_quantized(value))}
+        case torch.Tensor():
+            return describe_items("tensor", str(value.dtype)[6:], value.shape, raw_bytes(value))
+        case np.ndarray():
+            return describe_items("array", value.dtype.name, value.shape, value.tobytes())
+        case np.generic():
+            return describe_items("scalar", value.dtype.name, (), value.tobytes())
+        case OrderedDict():
+            metadata = getattr(value, "_metadata", None)
+            return {"type": kind, "items": pairs(value), "metadata": describe(metadata)}
+        case dict() | Counter():
+            return {"type": kind, "items": pairs(value)}
+        case torch.Size():
+            return {"type": "size", "items": list(value)}
+        case list() | tuple():
+            return {"type": kind, "items": [describe(part) for part in value]}
+        case float():
+            return {"type": kind, "value": value.hex()}
+        case complex():
+            return {"type": kind, "value": [value.real.hex(), value.imag.hex()]}
+        case bytes():
+            return {"type": kind, "value": value.hex()}
+        case torch.dtype():
+            return {"type": kind, "value": str(value)[6:]}
+        case torch.device():
+            return {"type": kind, "value": str(value)}
+    assert value is None or type(value) in (bool, int, str), value
+    return value
+
+
+def describe_items(kind: str, dtype: str, shape: Any, raw: bytes) -> dict[str, Any]:
+    """Return JSON that describes a tensor, array or NumPy scalar."""
+    content = {"hex": raw.hex()} if len(raw) <= _INLINE else {"sha256": sha256(raw)}
+    return {"type": kind, "dtype": dtype, "shape": list(shape), **content}
+
+
+def sha256(raw: bytes) -> str:
+    """Return the SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def split_quantized(x: torch.Tensor) -> dict[str, Any]:
+    """Return dtype, integers, scales and zero points of a quantized tensor of torch."""
+    parts = {"dtype": x.dtype, "q": x.int_repr()}
+    if x.qscheme() == torch.per_tensor_affine:
+        return {**parts, "scale": x.q_scale(), "zero_point": x.q_zero_point()}
+    scales, zeros = x.q_per_channel_scales(), x.q_per_channel_zero_points()
+    return {**parts, "scale": scales, "zero_point": zeros, "axis": x.q_per_channel_axis()}
+
+
+def raw_bytes(x: torch.Tensor) -> bytes:
+    """Return the bits of a tensor in row-major order."""
+    x = x.detach().contiguous()
+    if x.dtype is torch.complex128:
+        x = torch.view_as_real(x)
+    return x.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_expected(value: Any, path: Path) -> None:
+    """Write the description of a state."""
+    text = json.dumps(describe(value), ensure_ascii=False, separators=(",", ":"))
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_expected(path: Path) -> Any:
+    """Return the description that `write_expected` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))

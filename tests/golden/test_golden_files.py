@@ -1,0 +1,152 @@
+"""Golden files load to the bits that went in, and nobody rewrites them."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from golden.slim.expected import describe, read_expected
+from slimtensors.distributed import StorageReader
+from torch.distributed import checkpoint as dcp
+
+import slimtensors
+from slimtensors.checkpoint import load_checkpoint
+from slimtensors.checkpoint.run import verify_run
+from slimtensors.codecs import names
+from slimtensors.folder import restore_folder
+
+GOLDEN = Path(__file__).parent
+VERSION_1 = GOLDEN / "slim" / "1"
+
+
+def find_expected(folder):
+    """Return the names of the golden files of a folder of version 1."""
+    found = sorted((VERSION_1 / folder).glob("expected-*.json"))
+    return [path.stem.removeprefix("expected-") for path in found]
+
+
+def expected(folder, name):
+    return read_expected(VERSION_1 / folder / f"expected-{name}.json")
+
+
+def read_manifest(path):
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return json.loads(header["__metadata__"]["slimtensors"])
+
+
+def test_nobody_rewrites_adds_or_removes_a_golden_file():
+    lines = (GOLDEN / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    found = {
+        path.relative_to(GOLDEN).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in GOLDEN.rglob("*")
+        if path.is_file() and path.suffix in (".safetensors", ".json")
+    }
+    assert found == listed
+    assert sum(path.stat().st_size for path in VERSION_1.rglob("*.*")) < 1_000_000
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.parametrize(
+    ("folder", "name"), [(f, name) for f in ("codecs", "states") for name in find_expected(f)]
+)
+def test_a_golden_archive_loads_to_the_bits_that_went_in(folder, name):
+    path = VERSION_1 / folder / f"{name}.safetensors"
+    assert describe(slimtensors.load(path)) == expected(folder, name)
+    assert slimtensors.verify(path)
+
+
+def test_a_golden_delta_restores_to_the_bits_that_went_in(tmp_path):
+    folder, target = VERSION_1 / "deltas", tmp_path / "new.safetensors"
+    slimtensors.restore(folder / "file.safetensors", folder / "base.safetensors", target)
+    assert describe(slimtensors.load(target)) == expected("deltas", "file")
+
+
+def test_a_golden_delta_of_a_folder_restores_to_the_same_files(tmp_path):
+    folder = VERSION_1 / "deltas"
+    files = read_manifest(folder / "folder" / "delta.safetensors")["delta"]["files"]
+    restore_folder(folder / "folder", folder / "base.safetensors", tmp_path / "new")
+    assert files.keys() == {path.name for path in (tmp_path / "new").glob("*.safetensors")}
+    assert len(files) > 1
+    assert describe(slimtensors.load(tmp_path / "new")) == expected("deltas", "folder")
+
+
+@pytest.mark.parametrize("name", find_expected("checkpoints"))
+def test_a_golden_checkpoint_loads_to_the_bits_that_went_in(name):
+    state = load_checkpoint(VERSION_1 / "checkpoints" / name)
+    assert describe(state) == expected("checkpoints", name)
+
+
+def test_golden_checkpoints_verify(tmp_path):
+    run = shutil.copytree(VERSION_1 / "checkpoints", tmp_path / "run")
+    assert verify_run(run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", find_expected("distributed"))
+def test_a_golden_distributed_checkpoint_loads_to_the_bits_that_went_in(name):
+    want = expected("distributed", name)
+    state = make_blank(want)
+    reader = StorageReader(VERSION_1 / "distributed" / name)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert describe(state) == want
+
+
+def make_blank(value):
+    """Return a state of zeros with the structure that `expected` describes."""
+    match value:
+        case {"type": "tensor", "dtype": dtype, "shape": shape}:
+            return torch.zeros(shape, dtype=getattr(torch, dtype))
+        case {"type": "dict", "items": pairs}:
+            return {key: make_blank(part) for key, part in pairs}
+        case {"type": "list", "items": parts}:
+            return [make_blank(part) for part in parts]
+    return None
+
+
+def list_codecs(node):
+    yield node["codec"]["name"]
+    for part in node["parts"].values():
+        if "codec" in part:
+            yield from list_codecs(part)
+
+
+def test_golden_files_contain_every_codec_and_every_kind_of_entry():
+    codecs, entries, keys, tree_keys = set(), set(), set(), set()
+    for path in VERSION_1.rglob("*.safetensors"):
+        raw = path.read_bytes()
+        at = 0
+        while (at := raw.find(b"SLIM\x01\0\0\0", at) + 1) > 0:
+            size = int.from_bytes(raw[at + 7 : at + 11], "little")
+            codecs.update(list_codecs(json.loads(raw[at + 15 : at + 15 + size])))
+        if b'"slimtensors"' not in raw[:200]:
+            continue
+        manifest = read_manifest(path)
+        delta = manifest.get("delta", {})
+        entries.update(entry[0] for entry in delta.get("tensors", {}).values())
+        for entry in delta.get("checkpoint", {}).values():
+            keys.update(entry)
+            keys.add(f"as {entry['as']}")
+        tree_keys.update(list_tree_keys(manifest.get("tree")))
+    assert codecs == set(names())
+    assert entries == {"whole", "same", "difference", "by-exponent"}
+    kinds = ("whole", "same", "difference", "by-exponent", "grouped", "steps", "roots")
+    fields = ("as", "dtype", "shape", "bits", "seed", "base", "times", "by", "step")
+    assert keys == {*fields, *(f"as {kind}" for kind in kinds)}
+    assert tree_keys == {
+        *("tensor", "array", "scalar", "dict", "ordered", "metadata", "counter", "list", "tuple"),
+        *("dtype", "device", "size", "float", "complex", "bytes"),
+    }
+
+
+def list_tree_keys(node):
+    if isinstance(node, list):
+        for part in node:
+            yield from list_tree_keys(part)
+    elif isinstance(node, dict):
+        yield from node
+        for part in node.values():
+            yield from list_tree_keys(part)
