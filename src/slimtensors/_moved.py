@@ -10,7 +10,7 @@ from typing import Any
 
 MOVED: dict[str, tuple[str, ...]] = {
     "calibration": ("recipe.calibration",),
-    "checkpoint.io": ("checkpoint", "checkpoint.store"),
+    "checkpoint.io": ("checkpoint", "checkpoint.store", "checkpoint.manifest"),
     "checkpoint.rng": ("checkpoint.state",),
     "compressor": ("compat.compressor",),
     "delta": ("archive.delta",),

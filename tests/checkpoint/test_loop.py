@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import jsonschema
 import pytest
+from checkpoint.manifests import edit_manifest
 from checkpoint.programs import run_program, start_program
 from reliability_tools import TESTS
 from strategies import same_bits
@@ -265,9 +266,9 @@ def damage(manifest, kind):
         case "a flipped bit":
             manifest.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
         case "a newer version":
-            manifest.write_bytes(raw.replace(b'"version": 1', b'"version": 2'))
+            manifest.write_bytes(raw.replace(b'"version": 2', b'"version": 3'))
         case "an unknown key":
-            manifest.write_bytes(raw.replace(b'"version": 1', b'"version": 1, "sealed": true'))
+            edit_manifest(manifest.parent, lambda data: data.update(unknown=True))
         case "an empty file":
             manifest.write_bytes(b"")
         case "no file":
@@ -326,19 +327,6 @@ def test_an_unreadable_checkpoint_is_kept_and_reported(tmp_path, caplog, capsys,
     assert names(folder)[-1] == "step-00000005"
     assert content(folder / name) == before
     assert (folder / "logs").is_dir()
-
-
-def test_a_flipped_bit_in_the_manifest_never_removes_a_checkpoint(tmp_path):
-    save_all(tmp_path, [1])
-    manifest = tmp_path / "step-00000001" / "checkpoint.json"
-    raw = manifest.read_bytes()
-    for i in range(0, 8 * len(raw), 3):
-        flipped = bytearray(raw)
-        flipped[i // 8] ^= 1 << i % 8
-        manifest.write_bytes(flipped)
-        assert repair_run(tmp_path) == []
-        assert manifest.read_bytes() == flipped
-    assert (tmp_path / "step-00000001" / "state.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", ["a flipped bit", "a newer version", "an unknown key"])

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimtensors import archive
-from slimtensors.checkpoint.store import (
+from slimtensors.checkpoint.manifest import (
     MANIFEST,
-    STATE,
     CheckpointManifest,
+    is_checkpoint,
+    read_manifest,
+)
+from slimtensors.checkpoint.store import (
+    STATE,
     FlatState,
     Saved,
     SaveOptions,
     StoredState,
-    content_id,
-    is_checkpoint,
-    read_manifest,
     save_state,
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError
@@ -107,6 +108,8 @@ class RunVerification:
     """Unusable checkpoints, with the reason."""
     incomplete: Sequence[str] = ()
     """Temporary folders of interrupted saves; `repair` removes them."""
+    unsealed: Sequence[str] = ()
+    """Checkpoints of format version 1, in which changes of `checkpoint.json` go unnoticed."""
 
     def __bool__(self) -> bool:
         return not self.damaged and not self.incomplete
@@ -125,7 +128,9 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
         if problem:
             damaged[point.name] = problem
     damaged |= find_unreadable(folder)
-    return RunVerification(len(found), damaged, [path.name for path in find_leftovers(folder)])
+    unsealed = [point.name for point in found if not point.manifest.is_sealed]
+    leftovers = [path.name for path in find_leftovers(folder)]
+    return RunVerification(len(found), damaged, leftovers, unsealed)
 
 
 def repair_run(run: StrPath) -> list[str]:
@@ -149,11 +154,8 @@ def remove_incomplete(run: Path) -> list[str]:
 
 
 def _find_damage(point: Point, threads: int | None) -> str:
-    StoredState(point.path)  # opens its base too
-    state = point.path / STATE
-    if content_id(state) != point.manifest.id:
-        return f"{state}: content differs from the id in {MANIFEST}"
-    result = archive.verify(state, threads=threads)
+    StoredState(point.path)  # opens its bases too
+    result = archive.verify(point.path / STATE, threads=threads)
     return next(iter(result.damaged.values()), "")
 
 

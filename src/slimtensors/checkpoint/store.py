@@ -1,10 +1,8 @@
 """Checkpoints on disk: one folder each, with `state.safetensors` and `checkpoint.json`."""
 
-import hashlib
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,16 @@ from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
 from slimtensors.archive.write import ArchiveSource, WriteOptions, source_from_tensors, write
 from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
+from slimtensors.checkpoint.documents import check_chain, is_plain_name
+from slimtensors.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointBase,
+    CheckpointManifest,
+    content_id,
+    is_checkpoint,
+    read_manifest,
+    write_manifest,
+)
 from slimtensors.checkpoint.profiles import (
     WEIGHT_MATRICES,
     Filter,
@@ -29,52 +37,15 @@ from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
-    FormatError,
     MismatchError,
     UnsupportedTensorError,
-    UnsupportedVersionError,
 )
 from slimtensors.parallel import Each, Workers
-from slimtensors.storage import LocalLocation, StrPath, local_path, open_file, write_json
+from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder, write_file_atomically
 from slimtensors.tensor import Json, Spec
 
-MANIFEST = "checkpoint.json"
 STATE = "state.safetensors"
-VERSION = 1
-_FORMAT = "slimtensors checkpoint"
-
-
-@dataclass(frozen=True)
-class CheckpointBase:
-    """The checkpoint that a delta needs."""
-
-    name: str
-    """Name of its folder, next to the delta."""
-    id: str
-
-
-@dataclass(frozen=True)
-class CheckpointManifest:
-    """The content of `checkpoint.json`, which is written last and makes a checkpoint complete."""
-
-    id: str
-    """Hash of `state.safetensors`, see `content_id`."""
-    step: int | None
-    epoch: int | None
-    profile: str
-    """`exact`, or the profile by which tensors were rounded."""
-    bytes: int
-    created: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    base: CheckpointBase | None = None
-    errors: Mapping[str, float] = field(default_factory=dict)
-    """Relative RMS error of each tensor that is not exact."""
-
-    @property
-    def kind(self) -> str:
-        """`full`, or `delta` if the checkpoint needs a base."""
-        return "full" if self.base is None else "delta"
 
 
 @dataclass(frozen=True)
@@ -136,7 +107,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read a training state and verify all checksums.
 
-    A delta needs its base, by default the folder of that name next to it.
+    A delta needs its base, by default the folder of that name next to it; `base` is refused for
+    a checkpoint that needs none.
 
     Example:
         >>> saved = save_checkpoint({"step": 100, "scale": torch.ones(3)}, "run/first")
@@ -298,8 +270,13 @@ def _write(
 
 
 def _find_number(state: Mapping[str, Any], *keys: str) -> int | None:
-    values = (state.get(key) for key in keys)
-    return next((value for value in values if type(value) is int), None)
+    for key in keys:
+        value = state.get(key)
+        if type(value) is int:
+            if abs(value) >= 1 << 63:
+                raise ConfigError(f"{key} does not fit 64 bits: {str(value)[:40]}")
+            return value
+    return None
 
 
 def _find_metrics(state: Mapping[str, Any]) -> dict[str, float]:
@@ -313,23 +290,34 @@ def _open_base(base: StrPath, path: StrPath) -> "StoredState":
     folder, target = (Path(os.path.realpath(local_path(p))) for p in (base, path))
     if folder.parent != target.parent:
         raise ConfigError(f"{base}: a base must be in the same parent folder as its deltas")
-    return StoredState(folder)
+    if not is_plain_name(folder.name):
+        raise ConfigError(f"{base}: the name of a base must not be hidden or contain a backslash")
+    return StoredState(folder, deltas=[target])
 
 
 class StoredState:
     """A checkpoint on disk; tensors are decoded on demand."""
 
-    def __init__(self, folder: Path, *, base: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, base: Path | None = None, deltas: Sequence[Path] = ()
+    ) -> None:
+        """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last."""
         self.folder = folder
         self.manifest = read_manifest(folder)
-        stored_base = self._open_base(base)
+        check_chain(folder, deltas)
+        state = folder / STATE
+        if not state.is_file():
+            raise CorruptFileError(f"{state} not found; the checkpoint is incomplete")
+        if content_id(state) != self.manifest.id:
+            raise CorruptFileError(f"{state}: content differs from the id in {MANIFEST}")
+        stored_base = self._open_base(base, deltas)
 
         def load_base(name: str, like: Spec, each: Each) -> Tensor | None:
             if stored_base is None or name not in stored_base:
                 return None
             return stored_base.load(name, each)
 
-        self._file = TensorFile(folder / STATE, load_base)
+        self._file = TensorFile(state, load_base)
 
     @property
     def tree(self) -> Json | None:
@@ -382,65 +370,16 @@ class StoredState:
         """Read and decode all tensors and return the nested state."""
         return rebuild_state(self._file.archive, self.load_all(threads=threads))
 
-    def _open_base(self, path: Path | None) -> "StoredState | None":
+    def _open_base(self, path: Path | None, deltas: Sequence[Path]) -> "StoredState | None":
         base = self.manifest.base
         if base is None:
+            if path is not None:
+                raise ConfigError(f"{self.folder} needs no base, but base={path} was passed")
             return None
         folder = path or self.folder.parent / base.name
-        if folder.resolve() == self.folder.resolve():
-            raise CorruptFileError(f"{self.folder} is a delta of itself")
         delta = f"{self.folder} is a delta of {base.name} (id {base.id})"
         if not is_checkpoint(folder):
             raise MismatchError(f"{delta}, which was not found at {folder}; pass base=")
         if (have := read_manifest(folder).id) != base.id:
             raise MismatchError(f"{delta}, but the checkpoint at {folder} has id {have}")
-        return StoredState(folder)
-
-
-def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write `checkpoint.json`, which makes a checkpoint complete."""
-    write_json(folder / MANIFEST, {"format": _FORMAT, "version": VERSION, **asdict(manifest)})
-
-
-def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read `checkpoint.json`."""
-    path = folder / MANIFEST
-    try:
-        return _parse_manifest(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        if not folder.exists():
-            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
-        raise FormatError(f"{folder} is not a checkpoint ({MANIFEST} not found)") from None
-    except UnsupportedVersionError as error:
-        raise UnsupportedVersionError(f"{path}: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return True if the folder contains a complete checkpoint."""
-    return (folder / MANIFEST).is_file()
-
-
-def content_id(path: Path) -> str:
-    """Return a hash of a safetensors file, computed from its header and checksums.
-
-    The checksum of each stored tensor is in the header, or in its first bytes.
-    """
-    file = open_file(LocalLocation(path))
-    digest = hashlib.sha256(file.text)
-    for entry in file.header.entries.values():
-        digest.update(file.read(entry, 16))
-    return digest.hexdigest()[:32]
-
-
-def _parse_manifest(data: Json) -> CheckpointManifest:
-    if data.get("format") != _FORMAT:
-        raise CorruptFileError("not the manifest of a checkpoint")
-    if data["version"] > VERSION:
-        raise UnsupportedVersionError(
-            f"format version {data['version']} is newer than {VERSION}; upgrade slimtensors"
-        )
-    fields: dict[str, Any] = {k: v for k, v in data.items() if k not in ("format", "version")}
-    base = fields.pop("base")
-    return CheckpointManifest(**fields, base=CheckpointBase(**base) if base is not None else None)
+        return StoredState(folder, deltas=[*deltas, self.folder])

@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from tqdm import tqdm
 
@@ -80,8 +82,16 @@ def dense_bytes(archive: Archive) -> int:
 
 
 def print_json(data: Json) -> None:
-    """Print a JSON document to stdout."""
-    print(json.dumps(data, indent=2))
+    """Print a JSON document to stdout; NaN and infinity, which JSON lacks, become null."""
+    print(json.dumps(_replace_nonfinite(data), indent=2, allow_nan=False))
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def refuse_existing(target: str, *, force: bool) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,8 @@ from slimtensors.archive.summary import (
     format_markdown,
     format_table,
 )
-from slimtensors.checkpoint import Point, is_run, points, state_file
+from slimtensors.checkpoint import Point, find_unreadable, is_run, points, state_file
+from slimtensors.checkpoint.manifest import UNSEALED
 from slimtensors.cli import console
 from slimtensors.errors import ConfigError
 from slimtensors.folder.compress import check_globs, match_globs
@@ -201,9 +203,14 @@ def _run_folder(options: argparse.Namespace) -> int:
     if options.only or options.skip:
         raise ConfigError(f"{options.source} is a run; --only and --skip apply to one checkpoint")
     found = points(options.source)
+    for name, problem in find_unreadable(options.source).items():
+        print(f"slimtensors: {name}: unreadable: {problem}", file=sys.stderr)
     if options.json:
         console.print_json({"checkpoints": [_point_json(point) for point in found]})
         return 0
+    for point in found:
+        if not point.manifest.is_sealed:
+            print(f"slimtensors: {point.name}: {UNSEALED}", file=sys.stderr)
     layout = format_markdown if options.markdown else format_table
     print(layout(_RUN_HEAD, [_point_row(point) for point in found], left=4))
     return 0
@@ -241,6 +248,7 @@ def _point_json(point: Point) -> Json:
         "bytes": manifest.bytes,
         "created": manifest.created,
         "metrics": dict(manifest.metrics),
+        "sealed": manifest.is_sealed,
     }
 
 

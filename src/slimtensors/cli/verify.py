@@ -2,12 +2,15 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from slimtensors.archive import Archive, Verification, verify
 from slimtensors.archive.summary import count_noun
 from slimtensors.checkpoint import is_run, state_file, verify_run
+from slimtensors.checkpoint.manifest import MANIFEST, UNSEALED
+from slimtensors.checkpoint.store import StoredState
 from slimtensors.cli import console
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import is_distributed
 
 EXAMPLES = (
@@ -30,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """Print every problem; return 0, 1 if tensors differ, or 3 if the source is damaged."""
     if is_run(options.source):
         return _run_folder(options)
-    found = _distributed(options) if is_distributed(options.source) else _archive(options)
+    found = _verify(options)
     if options.json:
         console.print_json(found.to_json())
     for message in found.damaged.values():
@@ -43,6 +46,24 @@ def run(options: argparse.Namespace) -> int:
     if found.damaged:
         return 3
     return 1 if found.different else 0
+
+
+def _verify(options: argparse.Namespace) -> Verification:
+    if is_distributed(options.source):
+        return _distributed(options)
+    is_file = state_file(options.source) == options.source
+    return _archive(options) if is_file else _checkpoint(options)
+
+
+def _checkpoint(options: argparse.Namespace) -> Verification:
+    """Verify one checkpoint: its manifest, its bases, and its tensors."""
+    try:
+        manifest = StoredState(Path(options.source)).manifest
+    except (FormatError, MismatchError) as error:
+        return Verification(0, {MANIFEST: str(error)})
+    if not manifest.is_sealed:
+        print(f"slimtensors: {options.source}: {UNSEALED}", file=sys.stderr)
+    return _archive(options)
 
 
 def _archive(options: argparse.Namespace) -> Verification:
@@ -77,12 +98,15 @@ def _run_folder(options: argparse.Namespace) -> int:
                 "checkpoints": found.checkpoints,
                 "damaged": dict(found.damaged),
                 "incomplete": list(found.incomplete),
+                "unsealed": list(found.unsealed),
             }
         )
     for name, message in found.damaged.items():
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     for name in found.incomplete:
         print(f"slimtensors: {name}: incomplete; `slimtensors repair` removes it", file=sys.stderr)
+    for name in found.unsealed:
+        print(f"slimtensors: {name}: {UNSEALED}", file=sys.stderr)
     if not options.json and found:
         print(f"{count_noun(found.checkpoints, 'checkpoint')} intact")
     return 0 if found else 3

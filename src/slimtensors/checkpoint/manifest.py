@@ -1,0 +1,180 @@
+"""Manifest of a checkpoint: `checkpoint.json`, which makes it complete."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from slimtensors.checkpoint.documents import (
+    Fields,
+    check_version,
+    format_number,
+    is_sealed,
+    name_document,
+    parse_object,
+    read_document,
+    seal,
+)
+from slimtensors.errors import CorruptFileError, FormatError
+from slimtensors.storage import LocalLocation, open_file
+from slimtensors.storage.atomic import write_file_atomically
+from slimtensors.tensor import Json
+
+MANIFEST = "checkpoint.json"
+VERSION = 2
+"""Version 1 has no checksum."""
+UNSEALED = "format version 1 has no checksum: changes of checkpoint.json are not detected"
+"""Note on a checkpoint of version 1."""
+_FORMAT = "slimtensors checkpoint"
+_CHECKSUM = "crc32c"
+_SEAL = f',\n  "{_CHECKSUM}": '
+
+
+@dataclass(frozen=True)
+class CheckpointBase:
+    """The checkpoint that a delta needs."""
+
+    name: str
+    """Name of its folder, next to the delta."""
+    id: str
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """The content of `checkpoint.json`, which is written last and makes a checkpoint complete."""
+
+    id: str
+    """Hash of `state.safetensors`, see `content_id`."""
+    step: int | None
+    epoch: int | None
+    profile: str
+    """`exact`, or the profile by which tensors were rounded."""
+    bytes: int
+    created: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    base: CheckpointBase | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative RMS error of each tensor that is not exact."""
+    is_sealed: bool = True
+    """False for format version 1, which has no checksum: changes of the file go unnoticed."""
+
+    @property
+    def kind(self) -> str:
+        """`full`, or `delta` if the checkpoint needs a base."""
+        return "full" if self.base is None else "delta"
+
+    def to_text(self) -> str:
+        """Return strict JSON with a checksum at the end."""
+        base = {"name": self.base.name, "id": self.base.id} if self.base else None
+        data: Json = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "id": self.id,
+            "step": self.step,
+            "epoch": self.epoch,
+            "profile": self.profile,
+            "bytes": self.bytes,
+            "created": self.created,
+            "metrics": {name: format_number(x) for name, x in self.metrics.items()},
+            "base": base,
+            "errors": {name: format_number(x) for name, x in self.errors.items()},
+        }
+        text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+        return seal(text.removesuffix("\n}"), _SEAL)
+
+    @classmethod
+    def from_text(cls, text: str) -> "CheckpointManifest":
+        """Parse the JSON form and check all of it."""
+        fields = parse_object(text, _FORMAT, strict=lambda version: version > 1)
+        version = fields.integer("version")
+        check_version(version, VERSION)
+        if version > 1 and not is_sealed(text, _SEAL):
+            raise CorruptFileError("checksum mismatch; the file is damaged")
+        return _parse_fields(fields, is_sealed=version > 1)
+
+
+def _parse_fields(fields: Fields, *, is_sealed: bool) -> CheckpointManifest:
+    required = {"format", "version", "id", "step", "epoch", "profile", "bytes", "created", "base"}
+    tables = {"metrics", "errors"}
+    if is_sealed:
+        fields.check_keys(required | tables | {_CHECKSUM})
+    else:
+        fields.check_keys(required, tables)
+    base = None
+    if fields.data["base"] is not None:
+        row = fields.child("base")
+        row.check_keys(("name", "id"))
+        base = CheckpointBase(row.folder_name("name"), _parse_id(row))
+    metrics, errors = (
+        fields.table(key, Fields.number) if key in fields.data else {}
+        for key in ("metrics", "errors")
+    )
+    return CheckpointManifest(
+        id=_parse_id(fields),
+        step=fields.optional_integer("step"),
+        epoch=fields.optional_integer("epoch"),
+        profile=fields.text("profile"),
+        bytes=fields.integer("bytes", low=0),
+        created=_parse_time(fields),
+        metrics=metrics,
+        base=base,
+        errors=errors,
+        is_sealed=is_sealed,
+    )
+
+
+def _parse_id(fields: Fields) -> str:
+    value = fields.text("id")
+    if len(value) != 32 or not set(value) <= set("0123456789abcdef"):
+        raise CorruptFileError(fields.explain("id", "32 hexadecimal digits"))
+    return value
+
+
+def _parse_time(fields: Fields) -> str:
+    value = fields.text("created")
+    try:
+        has_zone = datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        has_zone = False
+    if not has_zone:
+        raise CorruptFileError(fields.explain("created", "a time with a time zone"))
+    return value
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write `checkpoint.json`, which makes a checkpoint complete."""
+    write_file_atomically(folder / MANIFEST, manifest.to_text().encode())
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read `checkpoint.json`."""
+    path = folder / MANIFEST
+    try:
+        text = read_document(path)
+    except NotADirectoryError:
+        raise FormatError(f"{folder} is not a checkpoint (not a folder)") from None
+    except FileNotFoundError:
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
+        raise FormatError(f"{folder} is not a checkpoint ({MANIFEST} not found)") from None
+    with name_document(path):
+        return CheckpointManifest.from_text(text)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if the folder contains a complete checkpoint."""
+    return (folder / MANIFEST).is_file()
+
+
+def content_id(path: Path) -> str:
+    """Return a hash of a safetensors file, computed from its header and checksums.
+
+    The checksum of each stored tensor is in the header, or in its first bytes.
+    """
+    file = open_file(LocalLocation(path))
+    digest = hashlib.sha256(file.text)
+    for entry in file.header.entries.values():
+        digest.update(file.read(entry, 16))
+    return digest.hexdigest()[:32]
