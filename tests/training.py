@@ -1,6 +1,7 @@
 """A small training run that uses every part of a checkpoint."""
 
 import random
+from collections import deque
 
 import numpy as np
 import torch
@@ -101,8 +102,11 @@ def equal_states(a, b):
         return False
     if isinstance(a, dict):
         return list(a) == list(b) and all(equal_states(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal_states, a, b))
+    if isinstance(a, list | tuple | deque):
+        lengths = len(a), getattr(a, "maxlen", None)
+        return lengths == (len(b), getattr(b, "maxlen", None)) and all(map(equal_states, a, b))
+    if isinstance(a, set | frozenset):
+        return a == b
     return repr(a) == repr(b)
 
 
@@ -112,4 +116,6 @@ def copy_state(value):
         return value.clone()
     if isinstance(value, dict):
         return type(value)((k, copy_state(v)) for k, v in value.items())
+    if isinstance(value, deque):
+        return deque(map(copy_state, value), value.maxlen)
     return [copy_state(v) for v in value] if type(value) is list else value

@@ -161,10 +161,38 @@ def dense_strides(x: Tensor) -> tuple[int, ...]:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of this shape."""
+    return permuted_strides(shape, range(len(shape)))
+
+
+def permuted_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return dense strides; `order` lists the dimensions from the outermost to the innermost."""
     strides = [1] * len(shape)
-    for i in range(len(shape) - 1, 0, -1):
-        strides[i - 1] = strides[i] * max(shape[i], 1)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
     return tuple(strides)
+
+
+def find_order(x: Tensor) -> list[int] | None:
+    """Return the order of dimensions for `permuted_strides`, or None if contiguous or not dense."""
+    if x.layout is not torch.strided or x.is_nested or x.is_quantized:
+        return None
+    sizes, strides = x.shape, x.stride()
+    # A dimension of size 1 has the stride of the next outer one, which is listed first.
+    order = sorted(range(x.dim()), key=lambda dim: (-strides[dim], sizes[dim] == 1))
+    if order == list(range(x.dim())) or not x.numel():
+        return None
+    return order if permuted_strides(sizes, order) == strides else None
+
+
+def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return `x` with these dense strides, copied unless it has them."""
+    if tuple(x.stride()) == tuple(strides):
+        return x
+    words = x.view(_WORDS[x.element_size()])  # some dtypes have no copy kernel
+    target = torch.empty_strided(x.shape, tuple(strides), dtype=words.dtype, device=x.device)
+    return target.copy_(words).view(x.dtype)
 
 
 _COMPARED = 1 << 18
@@ -227,12 +255,12 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.is_meta:
         raise UnsupportedTensorError(f"{name}: tensor is on the meta device and has no data")
-    if memory_extent(x) > x.untyped_storage().nbytes():
+    if _extent(x) > x.untyped_storage().nbytes():
         raise UnsupportedTensorError(f"{name}: the tensor's memory has been freed")
     return x
 
 
-def memory_extent(x: Tensor) -> int:
+def _extent(x: Tensor) -> int:
     """Return the number of bytes from the start of the storage to the last item."""
     if x.is_contiguous():
         return int(x.storage_offset() + x.numel()) * x.element_size() if x.numel() else 0

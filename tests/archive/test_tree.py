@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from enum import Enum, IntEnum, StrEnum
 from types import MappingProxyType
 
@@ -170,6 +170,69 @@ def test_default_dicts_keep_their_factory():
     assert back["c"][1] == 0
 
 
+def test_deques_and_sets_round_trip():
+    state = {"a": deque([1, (2, None)]), "b": deque([1], maxlen=3), "c": deque(maxlen=0)}
+    state |= {"d": {"x", 1, 2.5, (1, "y")}, "e": frozenset([1, frozenset()]), "f": set()}
+    back = through_json(state)
+    assert back == state
+    assert [back[name].maxlen for name in "abc"] == [None, 3, 0]
+    assert [type(back[name]) for name in "def"] == [set, frozenset, set]
+
+
+def test_equal_sets_give_equal_outlines():
+    a, b = set([0, 8]), set([8, 0])  # noqa: C405
+    assert list(a) != list(b)  # equal remainders: the order of insertion decides
+    assert flatten({"a": a})[1] == flatten({"a": b})[1]
+
+
+def strided(*shape):
+    return torch.arange(torch.Size(shape).numel()).float().reshape(shape)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        strided(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        strided(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d),
+        strided(6, 4, 1, 1).to(memory_format=torch.channels_last),
+        strided(1, 4, 3, 3).to(memory_format=torch.channels_last),
+        strided(3, 4).t(),
+        strided(2, 3, 4).permute(2, 0, 1),
+        strided(2, 1, 4).permute(2, 1, 0),
+        strided(5, 1),
+        strided(3, 4).to(torch.float8_e5m2).t(),
+        strided(3, 4).to(torch.complex64).t().conj(),
+    ],
+    ids=lambda x: f"{list(x.stride())}",
+)
+def test_tensors_of_a_state_keep_their_strides(tmp_path, x):
+    state = {"a": {"x": x, "again": x}, "parameter": nn.Parameter(x, False), "n": 1}
+    slimtensors.save(state, tmp_path / "x")
+    back = slimtensors.load(tmp_path / "x")
+    assert back["a"]["again"] is back["a"]["x"]
+    for y in (back["a"]["x"], back["parameter"]):
+        assert y.stride() == x.stride()
+        assert same_bits(y.detach(), x.resolve_conj())
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        strided(4, 6)[:, ::2],
+        strided(4, 6)[:, :3].t(),
+        strided(4).expand(3, 4),
+        strided(12).as_strided((3, 4), (2, 1)),
+        torch.zeros(0, 3).t(),
+    ],
+    ids=lambda x: f"{list(x.stride())}",
+)
+def test_tensors_with_gaps_or_overlaps_become_contiguous(tmp_path, x):
+    slimtensors.save({"a": {"x": x}}, tmp_path / "x")
+    back = slimtensors.load(tmp_path / "x")["a"]["x"]
+    assert back.is_contiguous()
+    assert same_bits(back, x.contiguous())
+
+
 class Mode(StrEnum):
     FAST = "fast"
 
@@ -218,6 +281,7 @@ def test_only_states_with_new_types_need_the_new_version(tmp_path):
     old = {"x": x, "a": [1, (2.5, None)], "b": OrderedDict(c=np.arange(3)), "d": np.float32(1)}
     assert outline_version(flatten(old)[1]) == 1
     news = [nn.Parameter(x), np.str_("x"), defaultdict(int), 10**5000, np.array([1], ">i4")]
+    news += [deque([1]), {1}, frozenset([1]), torch.ones(2, 3).t()]
     for value in news:
         assert outline_version(flatten({"a": [value]})[1]) == 2
         slimtensors.save({"a": [value]}, tmp_path / "x")
@@ -278,6 +342,7 @@ class Color(Enum):
         defaultdict(lambda: 3),
         Color.ANY,
         {Color.RED: 1, 1: 2},
+        {Color.RED, 1},
         torch.quint4x2,
         torch.strided,
         torch.return_types.max((torch.ones(2), torch.ones(2))),
@@ -327,6 +392,15 @@ def test_recursive_states_raise():
         {"defaultdict": ["open", []]},
         {"defaultdict": [[], []]},
         {"numpy_bytes": "?"},
+        {"tensor": "x", "order": [1]},
+        {"tensor": "x", "order": [0, 0]},
+        {"tensor": "x", "order": "0"},
+        {"tensor": "x", "order": [None]},
+        {"deque": [], "maxlen": -1},
+        {"deque": [], "maxlen": 10**30},
+        {"deque": [], "maxlen": "1"},
+        {"set": [{"list": []}]},
+        {"set": 1},
         {},
         [],
     ],

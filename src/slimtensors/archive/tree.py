@@ -5,10 +5,11 @@ Nothing is pickled, so loading a file never executes code.
 """
 
 import base64
+import json
 import logging
 import math
 import re
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,7 +22,15 @@ from torch import Tensor, nn
 
 from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
-from slimtensors.tensor import Json, dtype_name, find_dtype, is_valid_text
+from slimtensors.tensor import (
+    Json,
+    dtype_name,
+    find_dtype,
+    find_order,
+    is_valid_text,
+    permuted_strides,
+    with_strides,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +65,14 @@ def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that was passed to `flatten`."""
     try:
         return _Rebuilder(tensors).rebuild(outline, 0)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         raise CorruptFileError(f"malformed state outline: {error!r}") from error
 
 
@@ -149,6 +165,11 @@ class _Outliner:
             return {"list": elements()}
         if kind is tuple:
             return {"tuple": elements()}
+        if kind is deque:
+            return {"deque": elements(), **_drop_none(maxlen=value.maxlen)}
+        if kind in (set, frozenset):
+            _check_enum_keys(dict.fromkeys(value), path)
+            return {kind.__name__: sorted(elements(), key=json.dumps)}  # equal sets, equal bytes
         if kind is OrderedDict:
             pairs = items(value)
             extra = getattr(value, "_metadata", None)  # set by nn.Module.state_dict()
@@ -175,10 +196,12 @@ class _Outliner:
     def _describe_tensor(self, x: Tensor | Encoded, path: str) -> Json:
         name = self._keep(path, x)
         if type(x) is nn.Parameter:
-            return {"parameter": name, "requires_grad": x.requires_grad}
-        if isinstance(x, Tensor) and x.requires_grad and x.is_leaf:
-            return {"tensor": name, "requires_grad": True}
-        return {"tensor": name}
+            grad = x.requires_grad
+            return {"parameter": name, "requires_grad": grad, **_drop_none(order=find_order(x))}
+        if type(x) is not Tensor:
+            return {"tensor": name}
+        requires_grad = True if x.requires_grad and x.is_leaf else None
+        return {"tensor": name, **_drop_none(requires_grad=requires_grad, order=find_order(x))}
 
     def _describe_numpy(self, value: Any, path: str) -> Json:
         if isinstance(value, np.str_):
@@ -191,6 +214,10 @@ class _Outliner:
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         is_plain = value.dtype.isnative and value.dtype.kind in "biufc"
         return {kind: self._keep(path, x), **({} if is_plain else {"dtype": value.dtype.str})}
+
+
+def _drop_none(**fields: Any) -> Json:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _is_long(value: object) -> TypeGuard[int]:
@@ -229,7 +256,7 @@ def _check_enum_keys(table: Mapping[Any, Any], path: str) -> None:
     values = [key.value if isinstance(key, Enum) else key for key in table]
     if not all(isinstance(value, Hashable) for value in values) or len(set(values)) < len(values):
         raise UnsupportedTensorError(
-            f"{path}: cannot store these members of an Enum as keys; use their values"
+            f"{path}: cannot store these members of an Enum as keys or in a set; use their values"
         )
 
 
@@ -273,6 +300,8 @@ class _Rebuilder:
     """Rebuilds a state from its outline."""
 
     tensors: Mapping[str, Tensor]
+    ordered: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Tensors and their copies with other strides: tied names get the same copy."""
     variables: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Tensors and the parameters made of them: tied names get the same parameter."""
 
@@ -287,11 +316,13 @@ class _Rebuilder:
 
         match data:
             case {"tensor": str(name), "requires_grad": bool(requires_grad)}:
-                return self._make_variable(name, Tensor, requires_grad)
+                x = self._find_tensor(name, data.get("order"))
+                return self._make_variable(x, Tensor, requires_grad)
             case {"tensor": str(name)}:
-                return self.tensors[name]
+                return self._find_tensor(name, data.get("order"))
             case {"parameter": str(name), "requires_grad": bool(requires_grad)}:
-                return self._make_variable(name, nn.Parameter, requires_grad)
+                x = self._find_tensor(name, data.get("order"))
+                return self._make_variable(x, nn.Parameter, requires_grad)
             case {"int": str(text)}:
                 return int(text, 16)
             case {"float": str(text)}:
@@ -318,6 +349,12 @@ class _Rebuilder:
                 return [inner(part) for part in parts]
             case {"tuple": list(parts)}:
                 return tuple(inner(part) for part in parts)
+            case {"deque": list(parts)}:
+                return deque(map(inner, parts), data.get("maxlen"))
+            case {"set": list(parts)}:
+                return set(map(inner, parts))
+            case {"frozenset": list(parts)}:
+                return frozenset(map(inner, parts))
             case {"dict": list(pairs)}:
                 return {inner(key): inner(value) for key, value in pairs}
             case {"defaultdict": [str() | None as factory, list(pairs)]}:
@@ -332,8 +369,19 @@ class _Rebuilder:
                 return table
         raise ValueError(f"unknown type: {str(data)[:80]}")
 
-    def _make_variable(self, name: str, cls: type[Tensor], requires_grad: bool) -> Tensor:
+    def _find_tensor(self, name: str, order: object) -> Tensor:
+        """Return a tensor, with the strides of its order if it is not contiguous."""
         x = self.tensors[name]
+        if order is None or type(x) is not Tensor:  # others stay compressed in memory
+            return x
+        if not isinstance(order, list) or sorted(order) != list(range(x.dim())):
+            raise ValueError(f"{name}: invalid order of dimensions: {str(order)[:80]}")
+        key = id(x), tuple(order)
+        if key not in self.ordered:
+            self.ordered[key] = x, with_strides(x, permuted_strides(x.shape, order))
+        return self.ordered[key][1]
+
+    def _make_variable(self, x: Tensor, cls: type[Tensor], requires_grad: bool) -> Tensor:
         key = id(x), cls, requires_grad
         if key not in self.variables:
             made = nn.Parameter(x.detach(), False) if cls is nn.Parameter else x.detach()

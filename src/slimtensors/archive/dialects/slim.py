@@ -30,7 +30,7 @@ from slimtensors.codecs.plan import (
     decode,
     describe,
     encode_measured,
-    least_stored,
+    max_decoded,
     parse_plan,
     parse_sizes,
     rebuild,
@@ -165,8 +165,7 @@ def make_blob(encoded: Encoded, each: Each, error: float | None = None) -> list[
         body += [raw, padding]
         offsets[path] = end, end + raw.numel()
         end += raw.numel() + len(padding)
-    least = least_stored(encoded)
-    while end < least:
+    while encoded.spec.nbytes > max_decoded(end):
         padding = bytes(_ALIGN * 64)
         seal = _core.crc32c(padding, seal)
         body.append(padding)
