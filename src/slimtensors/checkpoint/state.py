@@ -1,13 +1,26 @@
 """Training states: build one from live objects, check it, and restore it."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from slimtensors.checkpoint.optimizer import (
+    describe_optimizer,
+    fit_optimizer_state,
+    has_torch_loading,
+    load_optimizer,
+    raise_mismatch,
+    remember_optimizer,
+)
 from slimtensors.errors import ConfigError, MismatchError
 
 Checkpoint = dict[str, Any]
@@ -55,8 +68,9 @@ def build_checkpoint(
         "step": step,
         "metrics": dict(metrics or {}),
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict() if optimizer else None,
-        **{name: part.state_dict() if part else None for name, part in parts.items()},
+        # `is not None`: a dataloader may have length 0, or none.
+        "optimizer": optimizer.state_dict() if optimizer is not None else None,
+        **{name: None if part is None else part.state_dict() for name, part in parts.items()},
         "rng": capture_rng() if rng_state else None,
         "layout": _describe_layout(model, optimizer),
     }
@@ -90,19 +104,88 @@ def restore_checkpoint(
         if part is not None and checkpoint.get(name) is None:
             raise MismatchError(f"{name}: not in the checkpoint, which was built without it")
     _check_model(checkpoint["model"], model)
+    steps: list[LoadStep] = []
+    is_model_first = has_own_loading(model)
     if optimizer is not None:
-        _check_optimizer(checkpoint["optimizer"], optimizer)
+        layout, names = checkpoint.get("layout") or {}, name_parameters(model)
+        fitted = fit_optimizer_state(checkpoint["optimizer"], layout, optimizer, names)
+        if fitted.has_moved_groups and scheduler is not None:
+            problem = "parameter groups are in another order, which a scheduler does not support"
+            raise_mismatch("optimizer", [problem])
+        load = partial(load_optimizer, optimizer, fitted.state)
+        steps.append(LoadStep("optimizer", load, partial(remember_optimizer, optimizer)))
+        is_model_first |= not has_torch_loading(optimizer)
+    stateful = ((name, part) for name, part in parts.items() if part is not None)
+    steps += [LoadStep.of(name, part, checkpoint[name]) for name, part in stateful]
     rng = checkpoint.get("rng") if rng_state else None
     if rng is not None:
         check_rng(rng)
-    model.load_state_dict(checkpoint["model"])
-    if optimizer is not None:
-        _load_optimizer(optimizer, checkpoint["optimizer"])
-    for name, part in parts.items():
-        if part is not None:
-            part.load_state_dict(checkpoint[name])
-    if rng is not None:
-        restore_rng(rng)
+        steps.append(LoadStep("rng", partial(restore_rng, rng), _remember_rng))
+    # Last if possible: once it is checked, loading cannot fail, and no copy is needed to undo it.
+    load_model = LoadStep.of_model(model, checkpoint["model"], can_undo=is_model_first)
+    load_all([load_model, *steps] if is_model_first else [*steps, load_model])
+
+
+@dataclass(frozen=True)
+class LoadStep:
+    """How to load one part of a checkpoint, and how to undo that."""
+
+    name: str
+    load: Callable[[], object]
+    remember: Callable[[], Callable[[], object]]
+    """Returns a function that restores the state from before."""
+
+    @classmethod
+    def of(cls, name: str, part: Stateful, state: dict[str, Any]) -> "LoadStep":
+        """Return the step that loads a copy of `state` into an object."""
+        return cls(name, lambda: part.load_state_dict(deepcopy(state)), partial(_remember, part))
+
+    @classmethod
+    def of_model(cls, model: nn.Module, state: dict[str, Any], *, can_undo: bool) -> "LoadStep":
+        """Return the step that loads a checked state into a model."""
+        if has_own_loading(model):
+            return cls.of("model", model, state)
+        remember = partial(_remember, model) if can_undo else lambda: lambda: None
+        return cls("model", lambda: model.load_state_dict(state), remember)
+
+
+def load_all(steps: Sequence[LoadStep]) -> None:
+    """Run all steps; if one fails, undo them and raise `MismatchError` with its name."""
+    with ExitStack() as undo:
+        for step in steps:
+            undo.callback(step.remember())
+            try:
+                step.load()
+            except Exception as error:
+                raise MismatchError(
+                    f"{step.name}: loading the state failed, nothing was changed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        undo.pop_all()
+
+
+def has_own_loading(model: nn.Module) -> bool:
+    """Return True if a module has code of its own that loads states, which may fail."""
+    return any(
+        type(module).load_state_dict is not nn.Module.load_state_dict
+        or type(module).set_extra_state is not nn.Module.set_extra_state
+        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        for module in model.modules()
+    )
+
+
+def _remember(part: Stateful) -> Callable[[], object]:
+    if isinstance(part, DataLoader):  # its state_dict() may start processes
+        attributes = dict(vars(part))
+        return lambda: vars(part).update(attributes)
+    earlier = deepcopy(part.state_dict())
+    return lambda: part.load_state_dict(earlier)
+
+
+def _remember_rng() -> Callable[[], object]:
+    return partial(restore_rng, capture_rng())
 
 
 def capture_rng() -> dict[str, Any]:
@@ -148,14 +231,18 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _describe_layout(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> dict[str, list[str]]:
+def name_parameters(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each parameter, by its `id`."""
+    return {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+
+
+def _describe_layout(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return the kinds of parameters and their order in the optimizer."""
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
-    groups = optimizer.param_groups if optimizer else []
+    described: dict[str, Any] = {"optimizer": []}
+    if optimizer is not None:
+        described = describe_optimizer(optimizer, name_parameters(model))
     return {
-        "optimizer": [names.get(id(p), "") for group in groups for p in group["params"]],
+        **described,
         "buffers": [name for name, _ in model.named_buffers()],
         "embeddings": list(_find_parameters(model, "Embedding")),
         "norms": list(_find_parameters(model, "Norm")),
@@ -179,63 +266,4 @@ def _check_model(state: Mapping[str, Any], model: nn.Module) -> None:
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
             shapes = f"{list(x.shape)} in the checkpoint, {list(y.shape)} in the model"
             problems.append(f"{name}: {shapes}")
-    _raise_mismatch("model", problems)
-
-
-_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-"""Keys that torch's schedulers add to the parameter groups of an optimizer."""
-
-
-def _check_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    groups, have = state["param_groups"], optimizer.param_groups
-    if len(groups) != len(have):
-        counts = f"{len(groups)} parameter groups in the checkpoint, {len(have)} now"
-        _raise_mismatch("optimizer", [counts])
-    problems = []
-    for i, (group, current) in enumerate(zip(groups, have, strict=True)):
-        saved_count, count = len(group["params"]), len(current["params"])
-        if saved_count != count:
-            problems.append(f"group {i}: {saved_count} parameters in the checkpoint, {count} now")
-        # A new release of an optimizer only adds options; another class also lacks some.
-        extra = sorted(group.keys() - current.keys() - _SCHEDULER_KEYS)
-        missing = sorted(optimizer.defaults.keys() - group.keys())
-        if extra and missing:
-            options = f"{', '.join(extra)} in the checkpoint, {', '.join(missing)} now"
-            problems.append(f"group {i}: another class of optimizer: {options}")
-    _raise_mismatch("optimizer", problems)
-    for index, parameter in _match_parameters(groups, optimizer):
-        for key, x in state["state"].get(index, {}).items():
-            if isinstance(x, Tensor) and x.dim() and x.shape != parameter.shape:
-                shapes = f"{list(x.shape)} in the checkpoint, its parameter {list(parameter.shape)}"
-                problems.append(f"parameter {index}: {key}: {shapes}")
-    _raise_mismatch("optimizer", problems)
-
-
-def _raise_mismatch(part: str, problems: Sequence[str]) -> None:
-    """Raise `MismatchError` with the first 20 problems, if there are any."""
-    if problems:
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        lines = "".join(f"\n  {problem}" for problem in problems[:20])
-        raise MismatchError(f"the {part} does not fit the checkpoint:{lines}{more}")
-
-
-def _match_parameters(
-    groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[Any, Tensor]]:
-    """Yield the index of each parameter in the checkpoint, and the parameter."""
-    for group, current in zip(groups, optimizer.param_groups, strict=True):
-        yield from zip(group["params"], current["params"], strict=True)
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load copies: the optimizer would otherwise update the checkpoint's tensors in place."""
-    copies = {
-        index: {k: x.clone() if isinstance(x, Tensor) else x for k, x in values.items()}
-        for index, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": copies})
-    # torch casts states to the dtype of the parameter; restore those of higher precision.
-    for index, parameter in _match_parameters(state["param_groups"], optimizer):
-        for key, x in copies.get(index, {}).items():
-            if isinstance(x, Tensor) and optimizer.state[parameter][key].dtype != x.dtype:
-                optimizer.state[parameter][key] = x.to(parameter.device)
+    raise_mismatch("model", problems)
