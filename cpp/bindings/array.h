@@ -47,7 +47,7 @@ inline const DlpackExchange* dlpack_exchange(PyObject* object) {
     PyErr_Clear();  // the attribute is optional
     const auto* table = static_cast<const DlpackExchange*>(found);
     if (!table || table->major != 1 || !table->borrow) return nullptr;
-    Py_INCREF(type);  // keeps the address unique
+    Py_INCREF(reinterpret_cast<PyObject*>(type));  // keeps the address unique
     known_type = type;
     return known = table;
 }
