@@ -32,6 +32,7 @@ from slimtensors.checkpoint.tensor_entry import (
     multiply_steps,
     round_mantissa,
     round_to_steps,
+    take_roots,
 )
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
 from slimtensors.tensor import Spec
@@ -206,6 +207,13 @@ def test_a_profile_of_more_bits_than_a_dtype_has_can_be_loaded(tmp_path, states)
         saved = save_checkpoint(states[1], tmp_path / name, base=base, profile=own)
         assert load_checkpoint(tmp_path / name)["step"] == states[1]["step"]
         assert all(error < 0.01 for error in saved.errors.values())
+
+
+@pytest.mark.parametrize("count", [1, 15, 4096])
+def test_roots_are_rounded_correctly_on_every_machine(count):
+    x = torch.rand(count, generator=torch.Generator().manual_seed(0)) * 1e-5
+    assert same_bits(take_roots(x), x.double().sqrt().float())
+    assert take_roots(torch.tensor([-1.0, 0.0, 4.0])).nan_to_num(7.0).tolist() == [7.0, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("options", [{"first_bits": 0}, {"weight_bits": 24}, {"first_step": -1.0}])

@@ -23,6 +23,7 @@ from slimtensors.checkpoint.tensor_entry import (
     derive_seed,
     round_mantissa,
     round_to_steps,
+    take_roots,
 )
 from slimtensors.codecs import Huffman, IntBlocks, presets
 from slimtensors.codecs.integer import find_largest
@@ -200,7 +201,7 @@ class StateEncoder:
     ) -> tuple[TensorEntry, Tensor, Tensor | None]:
         spec, second = Spec.of(x), self._second_moment(info)
         if self.profile.first_step and second is not None:
-            unit = second.float().sqrt() * self.profile.first_step
+            unit = take_roots(second) * self.profile.first_step
             # Where the second moment is zero, so is the first; avoid 0/0.
             q = round_to_steps(x.float(), torch.where(unit > 0, unit, torch.inf), self._seed(info))
             if q is not None and not x[unit == 0].any():
