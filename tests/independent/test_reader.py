@@ -1,0 +1,183 @@
+"""An independent reader decodes every golden file bit for bit."""
+
+import ast
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from independent.reader import checkpoints, deltas, distributed, quantized
+from independent.reader.container import Ordered, Value, open_archive
+from independent.reader.crc32c import crc32c
+from independent.reader.tensor import DamagedError, Tensor
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SLIM = GOLDEN / "slim" / "1"
+
+
+def describe(value):
+    """Return the same JSON as `expected.py`, from the values of the reader."""
+    kind = type(value).__name__
+    match value:
+        case Tensor():
+            return describe_items("tensor", value)
+        case Value(kind="array" | "scalar"):
+            return describe_items(value.kind, value.value)
+        case Value(kind="size"):
+            return {"type": "size", "items": list(value.value)}
+        case Value():
+            return {"type": value.kind, "value": value.value}
+        case {"dtype": str(), "q": Tensor()}:
+            return {"type": "quantized", "value": describe_quantized(value)}
+        case Ordered():
+            metadata = describe(value.metadata)
+            return {"type": "OrderedDict", "items": pairs(value), "metadata": metadata}
+        case dict():
+            return {"type": kind, "items": pairs(value)}
+        case list() | tuple():
+            return {"type": kind, "items": [describe(part) for part in value]}
+        case float():
+            return {"type": kind, "value": value.hex()}
+        case complex():
+            return {"type": kind, "value": [value.real.hex(), value.imag.hex()]}
+        case bytes():
+            return {"type": kind, "value": value.hex()}
+    return value
+
+
+def pairs(table):
+    return [[describe(key), describe(part)] for key, part in table.items()]
+
+
+def describe_items(kind, x):
+    inline = len(x.data) <= 128
+    content = {"hex": x.data.hex()} if inline else {"sha256": hashlib.sha256(x.data).hexdigest()}
+    return {"type": kind, "dtype": x.dtype, "shape": list(x.shape), **content}
+
+
+def describe_quantized(parts):
+    found = {"dtype": Value("dtype", parts["dtype"]), "q": parts["q"]}
+    if "axis" in parts:
+        found |= {"scale": parts["scale"], "zero_point": parts["zero_point"]}
+        found["axis"] = int(parts["axis"].numbers()[0])
+    else:
+        found["scale"] = float(parts["scale"].numbers()[0])
+        found["zero_point"] = int(parts["zero_point"].numbers()[0])
+    return describe(found)
+
+
+def expected(folder, name):
+    return json.loads((SLIM / folder / f"expected-{name}.json").read_bytes())
+
+
+def names(folder):
+    paths = sorted((SLIM / folder).glob("expected-*.json"))
+    return [path.stem.removeprefix("expected-") for path in paths]
+
+
+ARCHIVES = [(folder, name) for folder in ("codecs", "states") for name in names(folder)]
+
+
+@pytest.mark.parametrize(("folder", "name"), ARCHIVES)
+def test_archives_and_states(folder, name):
+    found = open_archive(SLIM / folder / f"{name}.safetensors")
+    assert describe(found.state()) == expected(folder, name)
+
+
+FIRST_FILES = sorted(
+    path.relative_to(SLIM)
+    for folder in ("slim", "compressed-tensors")
+    for path in (*(SLIM / folder).glob("*.safetensors"), *(SLIM / folder).glob("shards/*"))
+)
+
+
+@pytest.mark.parametrize("path", FIRST_FILES, ids=str)
+def test_models(path):
+    found = open_archive(SLIM / path).tensors()
+    want = open_archive(SLIM / f"expected-{path.stem}.safetensors").stored
+    assert {name: x.data for name, x in found.items()} == {name: x.data for name, x in want.items()}
+
+
+def test_deltas():
+    base = open_archive(SLIM / "deltas" / "base.safetensors")
+    for path, name in (("file", "file"), ("folder/delta", "folder")):
+        found = deltas.restore(open_archive(SLIM / "deltas" / f"{path}.safetensors"), base)
+        assert sorted(describe(found)["items"]) == sorted(expected("deltas", name)["items"])
+
+
+@pytest.mark.parametrize("name", names("checkpoints"))
+def test_checkpoints(name):
+    assert describe(checkpoints.load(SLIM / "checkpoints" / name)) == expected("checkpoints", name)
+
+
+@pytest.mark.parametrize("name", names("distributed"))
+def test_distributed_checkpoints(name):
+    found = describe(distributed.load(SLIM / "distributed" / name))
+    assert sort_keys(found) == sort_keys(expected("distributed", name))
+
+
+def sort_keys(value):
+    """Return the description with the keys of all dicts in order: the format does not fix it."""
+    if not isinstance(value, dict):
+        return value
+    items = [[k, sort_keys(v)] for k, v in value["items"]] if value["type"] == "dict" else None
+    return value | {"items": sorted(items, key=str)} if items else value
+
+
+SPARSE = sorted(
+    path
+    for path in (GOLDEN / "compressed_tensors").rglob("*.safetensors")
+    if not path.stem.endswith("dense") and path.stem != "quantized"
+)
+
+
+@pytest.mark.parametrize("path", SPARSE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_sparse_files_of_compressed_tensors(path):
+    found = open_archive(path).tensors()
+    want = open_archive(path.with_name(f"{path.stem}-dense.safetensors")).stored
+    assert found == want
+
+
+QUANTIZED = [
+    (path.parent, case)
+    for path in sorted((GOLDEN / "compressed_tensors").glob("*/quantized.json"))
+    for case in json.loads(path.read_bytes())
+]
+
+
+@pytest.mark.parametrize(("folder", "case"), QUANTIZED, ids=lambda x: getattr(x, "name", x))
+def test_quantized_files_of_compressed_tensors(folder, case):
+    stored, prefix = open_archive(folder / "quantized.safetensors").stored, f"{case}."
+    parts = {k.removeprefix(prefix): x for k, x in stored.items() if k.startswith(prefix)}
+    args = json.loads((folder / "quantized.json").read_bytes())[case]["weights"]
+    want = open_archive(folder / "quantized-dense.safetensors").stored[case]
+    assert quantized.decode_module(parts, args, want.dtype) == want
+
+
+def test_crc_of_the_check_value():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_the_reader_finds_every_flipped_bit(tmp_path):
+    raw = bytearray((SLIM / "slim" / "trees.safetensors").read_bytes())
+    path = tmp_path / "flipped.safetensors"
+    for at in range(0, len(raw), 37):
+        raw[at] ^= 4
+        path.write_bytes(raw)
+        raw[at] ^= 4
+        with pytest.raises((DamagedError, ValueError, KeyError, AssertionError)):
+            open_archive(path).tensors()
+
+
+def test_the_reader_imports_nothing_but_numpy():
+    allowed = {"numpy", "independent"}
+    standard = {"base64", "collections", "dataclasses", "functools", "hashlib", "json", "math"}
+    standard |= {"pathlib", "re"}
+    for path in (Path(__file__).parent / "reader").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module]
+            assert {name.partition(".")[0] for name in names} <= allowed | standard, path
