@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from slimtensors import _moved
 
 if TYPE_CHECKING:
-    from slimtensors.archive import Archive, inspect, load, open, save
+    from slimtensors.archive import Archive, load, save
+    from slimtensors.archive import inspect as inspect  # public, but not for `import *`
+    from slimtensors.archive import open as open
     from slimtensors.archive.delta import diff, restore
     from slimtensors.archive.summary import Summary
     from slimtensors.archive.verify import Verification, verify
@@ -44,10 +46,8 @@ __all__ = [
     "Verification",
     "chain",
     "diff",
-    "inspect",
     "load",
     "load_compressed",
-    "open",
     "restore",
     "save",
     "save_compressed",
@@ -88,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_OF})

@@ -101,7 +101,7 @@ class _MovedModule(ModuleType):
             values = vars(module).items()
             defined = [k for k, v in values if k[0] != "_" and not isinstance(v, ModuleType)]
             names |= set(getattr(module, "__all__", defined))
-        return sorted(names)
+        return sorted(names - sys.stdlib_module_names)  # as `from datetime import datetime`
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -19,7 +19,8 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SlimError(Exception):
@@ -81,6 +82,27 @@ class MissingDependencyError(SlimError, ImportError):
         super().__init__(
             f"this needs {package}; install it with: pip install 'slimtensors[{extra}]'"
         )
+
+
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors that a parser raises for data it did not expect, `RecursionError` included."""
+
+
+@contextmanager
+def report_malformed(document: str, kind: type[SlimError] = CorruptFileError) -> Iterator[None]:
+    """Raise `kind` if the code inside fails on malformed data; the message names the document.
+
+    Errors that are a `FormatError` or `kind` already only get the name.
+    """
+    try:
+        yield
+    except (FormatError, kind) as error:
+        raise type(error)(f"{document}: {error}") from error
+    except _MALFORMED as error:
+        if isinstance(error, SlimError) and not isinstance(error, ConfigError):
+            raise
+        detail = str(error) if isinstance(error, SlimError) else repr(error)[:200]
+        raise kind(f"{document}: {detail}") from error
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

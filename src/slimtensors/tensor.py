@@ -255,12 +255,12 @@ def check_storable(name: str, x: object) -> Tensor:
         raise UnsupportedTensorError(f"{name}: tensor type {type(x).__name__} cannot be stored")
     if x.is_meta:
         raise UnsupportedTensorError(f"{name}: tensor is on the meta device and has no data")
-    if _extent(x) > x.untyped_storage().nbytes():
+    if memory_extent(x) > x.untyped_storage().nbytes():
         raise UnsupportedTensorError(f"{name}: the tensor's memory has been freed")
     return x
 
 
-def _extent(x: Tensor) -> int:
+def memory_extent(x: Tensor) -> int:
     """Return the number of bytes from the start of the storage to the last item."""
     if x.is_contiguous():
         return int(x.storage_offset() + x.numel()) * x.element_size() if x.numel() else 0

@@ -2,14 +2,26 @@
 
 import struct
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from forging import TB, foreign
-from reliability_tools import blob, blob_file, build_file, load_with_limit, sample
+from reliability_tools import (
+    assert_refused,
+    blob,
+    blob_file,
+    build_file,
+    load_with_limit,
+    sample,
+)
 
 import slimtensors
+from slimtensors.codecs import Bitmask, Dense, Huffman, register
+from slimtensors.codecs.plan import chain
+from slimtensors.errors import FormatError
+from slimtensors.tensor import Parts, Spec, as_bytes, bitwise_equal
 
 pytestmark = pytest.mark.hostile
 
@@ -86,9 +98,85 @@ def terabytes() -> dict[str, bytes]:
         "bomb": blob_file(bomb(12)),
         "small bomb": blob_file(bomb(8)),
         "copies": blob_file(copies(2000, 200_000)),
+        "many nodes": many_nodes(),
         "shape part": foreign(shape=torch.tensor([2**20, 2**18])),
         "flat shape part": foreign(shape=torch.tensor([2**38])),
     }
+
+
+def many_nodes(codec: str = "dense", count: int = 63) -> bytes:
+    """Return a file of 16 bytes that claims `count` parts of 96 MB each, which compress well."""
+    raw = Huffman().encode(torch.zeros(96 << 20, dtype=torch.uint8))
+    payload = bytes(as_bytes(raw["chunks"]).numpy()) + bytes(as_bytes(raw["data"]).numpy())
+    middle = as_bytes(raw["chunks"]).numel()
+
+    def node(at: int) -> dict[str, Any]:
+        chunks = {"dtype": "uint32", "shape": list(raw["chunks"].shape), "at": [at, at + middle]}
+        end = at + len(payload)
+        data = {"dtype": "uint8", "shape": [end - at - middle], "at": [at + middle, end]}
+        return {
+            "dtype": "uint8",
+            "shape": [96 << 20],
+            "codec": {"name": "huffman"},
+            "parts": {"chunks": chunks, "data": data},
+        }
+
+    parts: dict[str, Any] = {"data": {"dtype": "uint8", "shape": [16], "at": [0, 16]}}
+    parts |= {f"p{i}": node(16 + i * len(payload)) for i in range(count)}
+    header = {"dtype": "uint8", "shape": [16], "codec": {"name": codec}, "parts": parts}
+    return blob_file(blob(header, bytes(16) + payload * count))
+
+
+@register
+@dataclass(frozen=True)
+class Undeclared:
+    """A codec of another package, which does not declare its parts."""
+
+    name: ClassVar[str] = "test.undeclared"
+
+    def encode(self, x: torch.Tensor) -> Parts:
+        return {"data": as_bytes(x)}
+
+    def decode(self, parts: Parts, like: Spec) -> torch.Tensor:
+        return Dense().decode({"data": parts["data"]}, like)
+
+
+def test_parts_that_a_codec_does_not_read_are_refused(path):
+    path.write_bytes(many_nodes(count=1))
+    assert "no part 'p0'" in assert_refused(path, tensor="x")
+    assert list(slimtensors.verify(path).damaged) == ["x"]
+    with pytest.raises(FormatError, match="no part 'p0'"):
+        slimtensors.inspect(path)
+
+
+@pytest.mark.parametrize("count", [1, 63])
+def test_all_parts_of_a_tensor_share_one_limit(path, count):
+    path.write_bytes(many_nodes("test.undeclared", count))
+    assert "too few for a tensor of uint8 [16]" in assert_refused(path, tensor="x")
+    assert list(slimtensors.verify(path).damaged) == ["x"]
+
+
+def test_codecs_that_do_not_declare_their_parts_work(path):
+    slimtensors.save({"x": torch.arange(9)}, path, preset=chain(Undeclared(), data=Huffman()))
+    assert slimtensors.load(path)["x"].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("levels", [1, 15])
+def test_a_plan_with_many_large_parts_is_padded_when_written(path, levels):
+    """Each level stores all items as nonzero values: the sum is far above the tensor's size."""
+    plan = chain(Huffman())
+    for _ in range(levels):
+        plan = chain(Bitmask(), values=plan)
+    x = torch.ones(1 << 20, dtype=torch.uint8)
+    slimtensors.save({"x": x}, path, preset=plan)
+    assert bitwise_equal(slimtensors.load(path)["x"], x)
+
+
+def test_an_all_zero_tensor_may_be_as_small_as_the_limit(path):
+    x = torch.zeros(64 << 20, dtype=torch.uint8)
+    slimtensors.save({"x": x}, path)
+    assert path.stat().st_size < 1 << 14
+    assert bitwise_equal(slimtensors.load(path)["x"], x)
 
 
 @pytest.mark.slow
@@ -98,7 +186,7 @@ def test_a_kilobyte_that_claims_a_terabyte_is_rejected_in_little_memory(tmp_path
     for name, raw in terabytes().items():
         paths.append(tmp_path / f"{name}.safetensors")
         paths[-1].write_bytes(raw)
-        assert len(raw) < 4096 or name == "copies"
+        assert len(raw) < 4096 or name in ("copies", "many nodes")
     begin = time.monotonic()
     found = dict(
         zip(terabytes(), load_with_limit(paths, tmp_path / "good.safetensors"), strict=True)

@@ -1,6 +1,7 @@
 """The shape of the source: layers, public names, what an import loads."""
 
 import ast
+import builtins
 import inspect
 import subprocess
 import sys
@@ -114,6 +115,18 @@ def test_public_names_exist_and_are_listed(name):
         assert public in dir(module), f"{name}.{public} is missing in dir()"
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
         module.nothing  # noqa: B018
+
+
+def star_names(module):
+    """Return the names that `from module import *` defines."""
+    return getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *(f"slimtensors.{path}" for path in _moved.MOVED)])
+def test_a_star_import_shadows_no_builtin_or_standard_module(name):
+    names = set(star_names(import_module(name)))
+    assert names.isdisjoint(dir(builtins))
+    assert names.isdisjoint(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("path", _moved.MOVED)

@@ -1,6 +1,8 @@
 """Archives: named tensors in a file or folder."""
 
-from slimtensors.archive.read import Archive, Progress, inspect, load, open
+from slimtensors.archive.read import Archive, Progress, load
+from slimtensors.archive.read import inspect as inspect  # public, but not for `import *`
+from slimtensors.archive.read import open as open
 from slimtensors.archive.verify import Verification, verify
 from slimtensors.archive.write import estimate, save
 
@@ -9,9 +11,7 @@ __all__ = [
     "Progress",
     "Verification",
     "estimate",
-    "inspect",
     "load",
-    "open",
     "save",
     "verify",
 ]

@@ -50,6 +50,7 @@ class Bins:
     """
 
     name: ClassVar[str] = "bins"
+    part_names: ClassVar[tuple[str, ...]] = ("stream",)
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `stream`: one model for all chunks, then the independently coded chunks."""

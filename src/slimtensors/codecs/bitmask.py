@@ -23,6 +23,7 @@ class Bitmask:
     """Store nonzero values and a bit per position. Lossless: -0.0 and NaN payloads survive."""
 
     name: ClassVar[str] = "bitmask"
+    part_names: ClassVar[tuple[str, ...]] = ("mask", "values")
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `mask` (a bit per item, low bit first) and `values`."""

@@ -23,6 +23,7 @@ class Bitmask24:
     """
 
     name: ClassVar[str] = "bitmask24"
+    part_names: ClassVar[tuple[str, ...]] = ("codes", "values")
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `codes` (three groups of four per byte) and `values`."""

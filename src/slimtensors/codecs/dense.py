@@ -17,6 +17,7 @@ class Dense:
     """Store the bytes unchanged. Lossless; for dtypes that safetensors does not support."""
 
     name: ClassVar[str] = "dense"
+    part_names: ClassVar[tuple[str, ...]] = ("data",)
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `data`."""

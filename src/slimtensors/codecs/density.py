@@ -40,6 +40,7 @@ class Density:
     """
 
     name: ClassVar[str] = "density"
+    part_names: ClassVar[tuple[str, ...]] = ("stream",)
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `stream`: the classes, then the independently coded chunks."""

@@ -34,6 +34,7 @@ class Gaps:
     """
 
     name: ClassVar[str] = "gaps"
+    part_names: ClassVar[tuple[str, ...]] = ("tokens", "counts")
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `tokens`, and their `counts` per chunk if there are several chunks."""

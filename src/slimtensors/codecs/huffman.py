@@ -28,6 +28,7 @@ class Huffman:
     """Give frequent bytes short codes: exponents, integers, all that is not random. Lossless."""
 
     name: ClassVar[str] = "huffman"
+    part_names: ClassVar[tuple[str, ...]] = ("chunks", "data")
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `chunks` (for each chunk, its checksum and the size of each plane) and `data`."""

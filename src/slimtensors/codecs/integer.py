@@ -35,6 +35,7 @@ class Int:
     """Round floats to integers of `bits` bits, with one scale or one per row. Lossy; zeros stay."""
 
     name: ClassVar[str] = "int"
+    part_names: ClassVar[tuple[str, ...]] = ("q", "scale")
     lossy: ClassVar[bool] = True
 
     bits: int = 8
@@ -83,6 +84,7 @@ class IntBlocks:
     """Round floats to 8-bit integers, with a scale for each block of items. Lossy; zeros stay."""
 
     name: ClassVar[str] = "int-blocks"
+    part_names: ClassVar[tuple[str, ...]] = ("q", "scale")
     lossy: ClassVar[bool] = True
 
     block: int = 64

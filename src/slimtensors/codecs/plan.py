@@ -10,13 +10,27 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors import codecs
-from slimtensors.codecs.protocol import has_random_access, takes_each
+from slimtensors.codecs.protocol import check_part_names, has_random_access, takes_each
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Parts, Spec, relative_distance, view_as
+from slimtensors.tensor import (
+    QUANTIZED_DTYPES,
+    Json,
+    Parts,
+    Spec,
+    ceil_div,
+    relative_distance,
+    view_as,
+)
 
-_MAX_DEPTH = 16
+MAX_DEPTH = 16
 """Far above any real plan; protects the stack from malicious files."""
+
+_MAX_RATIO = 1 << 16
+"""Bytes of a tensor per stored byte."""
+_MAX_INNER_RATIO = 1 << 6
+"""Bytes of all encoded parts per stored byte, beyond twice the tensor and `_MIN_INNER`."""
+_MIN_INNER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -194,10 +208,12 @@ def describe(encoded: Encoded, at: Mapping[str, tuple[int, int]], prefix: str = 
 def parse_plan(data: Json, depth: int = 0) -> Plan:
     """Return the plan of an encoded tensor from the output of `describe`."""
     codec, parts = data.get("codec"), data.get("parts")
-    if not isinstance(codec, dict) or not isinstance(parts, dict) or depth > _MAX_DEPTH:
+    if not isinstance(codec, dict) or not isinstance(parts, dict) or depth > MAX_DEPTH:
         raise CorruptFileError(f"invalid description of a tensor: {str(data)[:80]}")
     inner = {k: v for k, v in parts.items() if isinstance(v, dict) and "codec" in v}
-    return Plan(codecs.from_json(codec), {k: parse_plan(v, depth + 1) for k, v in inner.items()})
+    step = codecs.from_json(codec)
+    check_part_names(step, parts)
+    return Plan(step, {k: parse_plan(v, depth + 1) for k, v in inner.items()})
 
 
 def parse_sizes(data: Json, prefix: str = "") -> dict[str, int]:
@@ -222,7 +238,9 @@ def rebuild(data: Json, payload: memoryview) -> Encoded:
 
     Every bound is checked.
     """
-    return _Builder(payload).build_node(data, 0)
+    encoded = _Builder(payload).build_node(data, 0)
+    check_expansion(encoded, len(payload))
+    return encoded
 
 
 class _Builder:
@@ -234,18 +252,16 @@ class _Builder:
 
     def build_node(self, data: Json, depth: int) -> Encoded:
         codec, described = data.get("codec"), data.get("parts")
-        if not isinstance(codec, dict) or not isinstance(described, dict) or depth > _MAX_DEPTH:
+        if not isinstance(codec, dict) or not isinstance(described, dict) or depth > MAX_DEPTH:
             raise CorruptFileError(f"invalid description of a tensor: {str(data)[:80]}")
-        spec = Spec.from_json(data)
-        if spec.nbytes > max_decoded(len(self._payload)):
-            raise CorruptFileError(f"{len(self._payload)} bytes are too few for shape {spec.shape}")
+        spec, step = Spec.from_json(data), codecs.from_json(codec)
+        check_part_names(step, described)
         parts: dict[str, Tensor | Encoded] = {}
         for name, inner in described.items():
             if not isinstance(inner, dict):
                 raise CorruptFileError(f"part {name!r}: invalid description")
             is_node = "codec" in inner
             parts[name] = self.build_node(inner, depth + 1) if is_node else self._build_leaf(inner)
-        step = codecs.from_json(codec)
         if spec.dtype in QUANTIZED_DTYPES and not isinstance(step, codecs.TorchQuantized):
             raise CorruptFileError(f"codec {step.name!r} does not support {spec.dtype}")
         return Encoded(step, spec, parts)
@@ -267,9 +283,31 @@ class _Builder:
         return view_as(self._payload[begin:end], spec)
 
 
-def max_decoded(stored: int) -> int:
-    """Return the maximum size of a tensor stored in `stored` bytes.
+def check_expansion(encoded: Encoded, stored: int) -> None:
+    """Raise `CorruptFileError` if `stored` bytes would decode to more than `least_stored` allows.
 
-    Far above any real ratio; without a limit, a small file could exhaust the memory.
+    One limit for the whole tree: a small file with many nodes must not exhaust the memory.
     """
-    return stored << 16
+    least = least_stored(encoded)
+    if stored < least:
+        raise CorruptFileError(
+            f"{stored} bytes are too few for a tensor of {encoded.spec} and its parts, which need"
+            f" at least {least}"
+        )
+
+
+def least_stored(encoded: Encoded) -> int:
+    """Return the number of bytes in which an encoded tensor must be stored at least.
+
+    The ratios are far above any real ones. A reader allocates no more than they allow; a writer
+    adds zeros to a tensor that would be smaller.
+    """
+    nbytes = encoded.spec.nbytes
+    inner = _count_inner_bytes(encoded) - 2 * nbytes - _MIN_INNER
+    return max(ceil_div(nbytes, _MAX_RATIO), ceil_div(inner, _MAX_INNER_RATIO), 0)
+
+
+def _count_inner_bytes(encoded: Encoded) -> int:
+    """Return the decoded bytes of all parts that are encoded, at any depth."""
+    inner = [part for part in encoded.parts.values() if isinstance(part, Encoded)]
+    return sum(part.spec.nbytes + _count_inner_bytes(part) for part in inner)

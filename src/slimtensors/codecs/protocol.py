@@ -1,6 +1,6 @@
 """The codec protocol, its optional abilities, and the registry."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Protocol, TypeGuard, TypeVar, runtime_checkabl
 
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, FormatError, UnknownCodecError, suggest
+from slimtensors.errors import (
+    ConfigError,
+    CorruptFileError,
+    FormatError,
+    UnknownCodecError,
+    suggest,
+)
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import Json, Parts, Spec
 
@@ -21,7 +27,9 @@ class Codec(Protocol):
     from the tensor is stored in parts. Both methods are pure. They divide large tensors into
     independent pieces of work and run these with `each`, which may use several threads.
 
-    A codec that rounds sets the class attribute `lossy` to True.
+    A codec that rounds sets the class attribute `lossy` to True. The class attribute `part_names`
+    lists the parts that `decode` reads; files with others are refused. Without it, every part that
+    a file contains is decoded.
     """
 
     name: ClassVar[str]
@@ -71,6 +79,14 @@ class Measured(Protocol):
     def relative_error(self, parts: Parts, x: Tensor) -> float:
         """Return the RMS error of `parts`, relative to the RMS of `x`."""
         ...
+
+
+def check_part_names(codec: Codec, names: Iterable[str]) -> None:
+    """Raise `CorruptFileError` for parts that a codec does not read, if it declares its parts."""
+    known: Sequence[str] | None = getattr(codec, "part_names", None)
+    for name in names:
+        if known is not None and name not in known:
+            raise CorruptFileError(f"codec {codec.name!r} has no part {name[:80]!r}")
 
 
 def has_random_access(codec: Codec) -> TypeGuard[RandomAccess]:

@@ -21,6 +21,7 @@ class TorchQuantized:
     """Store the integers, scales and zero points of a qint8, quint8 or qint32 tensor. Lossless."""
 
     name: ClassVar[str] = "torch-quantized"
+    part_names: ClassVar[tuple[str, ...]] = ("q", "scale", "zero_point", "axis")
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Return `q`, `scale`, `zero_point`, and `axis` if there is a scale per channel."""

@@ -44,6 +44,7 @@ class Quantized:
     """Quantize a weight with scales per group, channel, block or tensor. Lossy."""
 
     name: ClassVar[str] = "quantized"
+    part_names: ClassVar[tuple[str, ...]] = ("q", "scale", "zero_point", "global_scale", "g_idx")
     lossy: ClassVar[bool] = True
 
     args: Mapping[str, Any] | QuantizationArgs = field(default_factory=dict)

@@ -18,7 +18,7 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.kernels import CodeKind, Layout
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.tensor import Spec, ceil_div
+from slimtensors.tensor import KERNEL_FLOATS, Spec, ceil_div
 
 __all__ = ["MIXED", "SUFFIXES", "Format", "find", "infer", "list_names", "merge"]
 
@@ -35,6 +35,10 @@ SUFFIXES = (
     "weight_g_idx",
 )
 """Suffixes of the tensors that formats store."""
+
+_FLOATS = (*KERNEL_FLOATS, torch.float64)
+_SCALE_DTYPES = (*_FLOATS, torch.float8_e4m3fn, torch.uint8)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -171,12 +175,32 @@ def check_params(shape: tuple[int, ...], params: Params, args: QuantizationArgs)
             raise CorruptFileError(
                 f"{suffix} has shape {tuple(x.shape)}, expected {expected} for a weight of {shape}"
             )
-    g_idx = params.g_idx
-    if g_idx is not None and (g_idx.shape != shape[-1:] or g_idx.is_floating_point()):
+    _check_dtypes(params, args)
+    global_scale, g_idx = params.global_scale, params.g_idx
+    if global_scale is not None and global_scale.numel() not in (1, *shape[:-2]):
+        raise CorruptFileError(f"weight_global_scale has {global_scale.numel()} items for {shape}")
+    if g_idx is not None and g_idx.shape != shape[-1:]:
         raise CorruptFileError(f"invalid g_idx: {Spec.of(g_idx)} for {shape[-1]} columns")
-    if g_idx is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < expected[-1]:
-        raise CorruptFileError(f"g_idx is out of range: there are {expected[-1]} groups")
+    if g_idx is not None and not g_idx.is_meta and g_idx.numel():
+        low, high = (int(end) for end in torch.aminmax(g_idx))
+        if not 0 <= low <= high < expected[-1]:
+            raise CorruptFileError(f"g_idx is out of range: there are {expected[-1]} groups")
     return params
+
+
+def _check_dtypes(params: Params, args: QuantizationArgs) -> None:
+    zero = params.zero_point
+    for name, x, dtypes in (
+        ("weight_scale", params.scale, (*_SCALE_DTYPES, args.scale_dtype)),
+        ("weight_zero_point", zero, (*_FLOATS, *_INTEGERS, args.zp_dtype)),
+        ("weight_global_scale", params.global_scale, _FLOATS),
+        ("weight_g_idx", params.g_idx, _INTEGERS),
+    ):
+        if x is not None and (x.dtype not in dtypes or x.is_complex()):
+            raise CorruptFileError(f"{name} is {x.dtype}, which is not supported")
+    is_float = zero is not None and zero.is_floating_point() and not zero.is_meta
+    if zero is not None and is_float and not bool(torch.isfinite(zero.float()).all()):
+        raise CorruptFileError("weight_zero_point contains NaN or infinity")
 
 
 def scale_shape(shape: tuple[int, ...], args: QuantizationArgs) -> tuple[int, ...]:

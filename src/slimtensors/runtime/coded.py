@@ -19,12 +19,22 @@ from torch.nn import functional
 from slimtensors import codecs
 from slimtensors._moved import Renamed
 from slimtensors.codecs import presets
-from slimtensors.codecs.plan import Encoded, Plan, decode, decode_into, decode_parts, encode
+from slimtensors.codecs.plan import (
+    MAX_DEPTH,
+    Encoded,
+    Plan,
+    check_expansion,
+    decode,
+    decode_into,
+    decode_parts,
+    encode,
+)
 from slimtensors.codecs.presets import Choice
+from slimtensors.codecs.protocol import check_part_names
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.convert import Compression
-from slimtensors.tensor import Json, Parts, Spec, allocate, ceil_div, scratch
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Parts, Spec, allocate, ceil_div, scratch
 
 _MAX_LEAVES = 16
 
@@ -88,6 +98,7 @@ class CodedTensor(CompressedTensor):
 
     kind = "coded"
     part_names = tuple(f"leaf{i}" for i in range(_MAX_LEAVES))
+    optional_parts = frozenset(part_names[1:])
     config: CodedConfig
     _prefetcher: "Prefetcher | None" = None
     _is_verified = False
@@ -120,6 +131,20 @@ class CodedTensor(CompressedTensor):
             return _parse_tree(self.config.tree, self.parts())
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"invalid tree of codecs: {error!r}") from error
+
+    def check(self) -> None:
+        """Raise `CorruptFileError` if the tree of codecs does not fit the shape or the leaves."""
+        super().check()
+        encoded = self.encoded()
+        indices = list(_list_indices(self.config.tree))
+        if sorted(indices) != list(range(len(self.parts()))):
+            raise CorruptFileError(f"expected each leaf once in the tree of codecs, got {indices}")
+        is_cast = encoded.spec.dtype.is_floating_point and self.dtype.is_floating_point
+        if encoded.spec.shape != tuple(self.shape) or not (
+            is_cast or encoded.spec.dtype is self.dtype
+        ):
+            raise CorruptFileError(f"codes of {encoded.spec} do not fit {Spec.of(self)}")
+        check_expansion(encoded, sum(leaf.nbytes for leaf in self.parts().values()))
 
     def decompress(self) -> Tensor:
         """Return the dense tensor."""
@@ -347,9 +372,25 @@ def _describe_tree(x: Encoded, indices: Iterator[int]) -> Json:
     return {**x.spec.to_json(), "codec": codecs.to_json(x.codec), "parts": parts}
 
 
-def _parse_tree(tree: Json, leaves: Parts) -> Encoded:
+def _parse_tree(tree: Json, leaves: Parts, depth: int = 0) -> Encoded:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    codec, spec = codecs.from_json(tree["codec"]), Spec.from_json(tree)
+    check_part_names(codec, tree["parts"])
     parts = {
-        name: _parse_tree(part, leaves) if isinstance(part, dict) else leaves[f"leaf{part}"]
+        name: _parse_tree(part, leaves, depth + 1)
+        if isinstance(part, dict)
+        else leaves[f"leaf{part}"]
         for name, part in tree["parts"].items()
     }
-    return Encoded(codecs.from_json(tree["codec"]), Spec.from_json(tree), parts)
+    if spec.dtype in QUANTIZED_DTYPES:
+        raise ValueError(f"{spec.dtype} is not supported")
+    return Encoded(codec, spec, parts)
+
+
+def _list_indices(tree: Json) -> Iterator[int]:
+    for part in tree["parts"].values():
+        if isinstance(part, dict):
+            yield from _list_indices(part)
+        else:
+            yield part

@@ -17,11 +17,13 @@ from torch.nn import functional
 from slimtensors._moved import Renamed
 from slimtensors.errors import (
     ConfigError,
+    CorruptFileError,
     FormatError,
     UnsupportedOperationError,
     UnsupportedVersionError,
+    report_malformed,
 )
-from slimtensors.tensor import Json, Spec, bitwise_equal
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, bitwise_equal, memory_extent
 
 VERSION = 1
 """Version of the form, which is also inside files of `torch.save`."""
@@ -52,7 +54,13 @@ class CompressedTensor(Tensor):
     kind: ClassVar[str]
     """Name in forms."""
     part_names: ClassVar[tuple[str, ...]]
-    """Attributes that are parts; all but the first may be None."""
+    """Attributes that are parts."""
+    optional_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts that may be None, never the first."""
+    nested_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts that may be compressed themselves."""
+    index_parts: ClassVar[frozenset[str]] = frozenset()
+    """Parts with which kernels address memory without checking them again."""
     config: Any
     """A frozen `Config`."""
 
@@ -68,7 +76,22 @@ class CompressedTensor(Tensor):
         for name in cls.part_names:
             setattr(wrapper, name, parts.get(name))
         wrapper.config = config
+        wrapper._origin = _ORIGIN
         return wrapper
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse other parts: `torch.load` sets every attribute that a file names."""
+        own = {*self.part_names, "config", "_origin"}
+        replaces = name in own and name in self.__dict__
+        if name == "__dict__":  # set by torch.utils.swap_tensors, to that of another tensor
+            replaces = not isinstance(value, dict) or value.get("_origin") is not _ORIGIN
+        if replaces:
+            raise CorruptFileError(f"{type(self).__name__}.{name} cannot be replaced")
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: object) -> None:
+        """Refuse any state: all of it is in the arguments of `rebuild`."""
+        raise CorruptFileError(f"{type(self).__name__} has no state to set")
 
     @classmethod
     def parse_config(cls, data: Json) -> Config:
@@ -90,6 +113,17 @@ class CompressedTensor(Tensor):
 
     def check(self) -> None:
         """Raise `CorruptFileError` if parts that were read from a file do not fit together."""
+        if self.dtype in QUANTIZED_DTYPES:
+            raise CorruptFileError(f"a {self.kind} tensor cannot be {self.dtype}")
+        parts = self.parts()
+        for name in self.part_names:
+            if name not in parts and name not in self.optional_parts:
+                raise CorruptFileError(f"part {name!r} is missing")
+        for name, part in parts.items():
+            if isinstance(part, CompressedTensor) and name not in self.nested_parts:
+                raise CorruptFileError(f"part {name!r} must be a plain tensor")
+            if part.device != self.device:
+                raise CorruptFileError(f"part {name!r} is on {part.device}, not {self.device}")
 
     def invalidate(self) -> None:
         """Drop everything cached about the parts, whose data has been replaced."""
@@ -225,29 +259,64 @@ _GRADIENT_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # typ
 """Ignored functions: `load_state_dict(assign=True)` copies `requires_grad`; codes have none."""
 
 
+_ORIGIN = object()
+"""Marks the attributes of tensors that were made here; no file can contain it."""
+
+
 def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> Tensor:
-    """Return the compressed tensor that `form` and `leaves` describe."""
-    x = _rebuild(json.loads(form), leaves, "")
-    x.check()
+    """Return the compressed tensor that `form` and `leaves` describe.
+
+    `torch.load(weights_only=True)` calls this with whatever a file contains: nothing is trusted.
+    """
+    with report_malformed("compressed tensor"):
+        x = _rebuild(json.loads(form), {name: _adopt(name, x) for name, x in leaves.items()}, "")
+        for name in leaves.keys() - dict(x.leaves()).keys():
+            raise CorruptFileError(f"unknown part {str(name)[:80]!r}")
+        if not _are_results_fake():
+            x.check()
     return nn.Parameter(x, requires_grad=False) if is_param else x
 
 
+def _adopt(name: str, x: Tensor) -> Tensor:
+    """Return a part from a file as a contiguous tensor, separate from the one that was passed.
+
+    A file may let `torch.load` call `set_` on the passed tensor later, and may let another tensor
+    share its memory, which then must not be trusted for addresses.
+    """
+    if _are_results_fake():
+        return x
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+    if not plain or x.is_quantized or x.is_conj() or x.is_neg():
+        raise CorruptFileError(f"part {name!r} is not a plain tensor")
+    # The second condition is for items that share memory: expanded, a few bytes fill any memory.
+    if not x.is_meta and max(memory_extent(x), x.nbytes) > x.untyped_storage().nbytes():
+        raise CorruptFileError(f"part {name!r} is larger than its memory")
+    is_index = any(name.rpartition(".")[2] in kind.index_parts for kind in _kinds.values())
+    return x.detach().clone().contiguous() if is_index else x.detach().contiguous()
+
+
 def _rebuild(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> CompressedTensor:
-    if form["version"] > VERSION:
+    version = form["version"]
+    if type(version) is not int or version < 1:
+        raise FormatError(f"invalid version {version!r}")
+    if version > VERSION:
         raise UnsupportedVersionError(
-            f"compressed tensor has version {form['version']}, supported up to {VERSION};"
-            " upgrade slimtensors"
+            f"version {version} is newer than the supported version {VERSION}; upgrade slimtensors"
         )
     if form["kind"] not in _kinds:
         raise FormatError(f"unknown kind of compressed tensor {form['kind']!r}")
     cls = _kinds[form["kind"]]
     inner = form.get("inner", {})
+    for name in inner.keys() - cls.nested_parts:
+        raise FormatError(f"part {name!r} of a {cls.kind} tensor cannot be compressed")
     parts: dict[str, Tensor] = {}
     for name in cls.part_names:
         if name in inner:
             parts[name] = _rebuild(inner[name], leaves, f"{prefix}{name}.")
         elif prefix + name in leaves:
             parts[name] = leaves[prefix + name]
+    if cls.part_names[0] not in parts:
+        raise FormatError(f"part {cls.part_names[0]!r} is missing")
     return cls(parts, cls.parse_config(form["config"]), Spec.from_json(form))
 
 

@@ -16,7 +16,7 @@ from slimtensors.quantization.formats import check_params
 from slimtensors.quantization.kernels import CodeKind
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.kernels import Kernels, integer_linear
-from slimtensors.tensor import Json, Spec
+from slimtensors.tensor import KERNEL_FLOATS, Json, Spec
 
 _KINDS: dict[torch.dtype, CodeKind] = {
     torch.int8: "int",
@@ -57,6 +57,8 @@ class QuantizedTensor(CompressedTensor):
 
     kind = "quantized"
     part_names = ("codes", "scale", "zero_point", "global_scale", "g_idx")
+    optional_parts = frozenset({"zero_point", "global_scale", "g_idx"})
+    nested_parts = frozenset({"codes"})
     config: QuantizedConfig
     codes: Tensor
     scale: Tensor
@@ -105,14 +107,21 @@ class QuantizedTensor(CompressedTensor):
 
     def check(self) -> None:
         """Raise `CorruptFileError` if codes or params do not fit the shape."""
+        super().check()
         args, shape = self.config.args, tuple(self.shape)
+        if self.dim() not in (2, 3) or self.dtype not in (*KERNEL_FLOATS, torch.float64):
+            raise CorruptFileError(f"a tensor of {Spec.of(self)} cannot be quantized")
         if isinstance(self.codes, CompressedTensor):
+            if self.codes.kind != "sparse":
+                raise CorruptFileError(f"codes cannot be a {self.codes.kind} tensor")
             self.codes.check()
         kinds: set[CodeKind] = {_KINDS[args.dtype], choose_kind(args)}
         if Spec.of(self.codes) not in [kernels.stored_spec(shape, args, kind) for kind in kinds]:
             raise CorruptFileError(
                 f"codes of {Spec.of(self.codes)} do not fit a weight of shape {shape}"
             )
+        if args.dtype is torch.uint8 and shape[-1] % 2:
+            raise CorruptFileError(f"pairs of 4-bit codes do not fit {shape[-1]} columns")
         check_params(shape, self.params, args)
 
     @property

@@ -31,6 +31,7 @@ class DynamicInputs:
     """Store a weight with the quantization arguments of its inputs. Lossless."""
 
     name: ClassVar[str] = "dynamic-inputs"
+    part_names: ClassVar[tuple[str, ...]] = ("weight",)
 
     args: Mapping[str, Any] = field(default_factory=dict)
     """Quantization arguments of inputs, in the form of `QuantizationArgs.to_dict`."""

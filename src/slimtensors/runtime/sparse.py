@@ -41,11 +41,12 @@ class SparseTensor(CompressedTensor):
 
     def check(self) -> None:
         """Raise `CorruptFileError` if the mask does not fit the shape or the values."""
+        super().check()
         spec = Spec(self.dtype, tuple(self.shape))
         fits = Spec.of(self.mask) == Spec(torch.uint8, mask_shape(spec))
         if fits and not self.is_meta:
             fits = _core.popcount(as_bytes(self.mask.cpu())) == self.kept.numel()
-        if not fits or self.kept.dtype is not self.dtype:
+        if not fits or self.kept.dtype is not self.dtype or self.kept.dim() != 1:
             raise CorruptFileError(f"mask and {self.kept.numel()} values do not fit {spec}")
 
     def take_rows(self, index: slice | Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class SparseTensor(CompressedTensor):
         return type(self)(parts, self.config, Spec(dtype, tuple(self.shape)))
 
 
-_CSR_DTYPES = {torch.int32, torch.float32}
+_CSR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CsrTensor(CompressedTensor):
@@ -70,6 +71,7 @@ class CsrTensor(CompressedTensor):
 
     kind = "csr"
     part_names = ("starts", "columns", "kept")
+    index_parts = frozenset({"starts", "columns"})
     starts: Tensor
     columns: Tensor
     kept: Tensor
@@ -102,13 +104,21 @@ class CsrTensor(CompressedTensor):
 
     def check(self) -> None:
         """Raise `CorruptFileError` if values are outside of the matrix."""
+        super().check()
+        if self.dim() != 2 or self.dtype not in _CSR_DTYPES:
+            raise CorruptFileError(f"CSR does not support {Spec.of(self)}")
         starts, columns, (rows, width) = self.starts, self.columns, self.shape
-        fits = starts.shape == (rows + 1,) and columns.shape == self.kept.shape
+        count = columns.numel()
+        fits = (
+            Spec.of(starts) == Spec(torch.int32, (rows + 1,))
+            and Spec.of(columns) == Spec(torch.int32, (count,))
+            and Spec.of(self.kept) == Spec(torch.float32, (count,))
+        )
         if fits and not self.is_meta:
-            fits = int(starts[0]) == 0 and int(starts[-1]) == columns.numel()
-            fits = fits and bool((starts.diff() >= 0).all())
+            fits = int(starts[0]) == 0 and int(starts[-1]) == count
+            fits = fits and bool((starts[1:] >= starts[:-1]).all())  # differences may overflow
             fits = fits and bool(((columns >= 0) & (columns < width)).all())
-        if not fits or {starts.dtype, columns.dtype, self.kept.dtype} != _CSR_DTYPES:
+        if not fits:
             raise CorruptFileError(f"values do not fit a matrix of shape {(rows, width)}")
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ from slimtensors.codecs.plan import (
     decode,
     describe,
     encode_measured,
-    max_decoded,
+    least_stored,
     parse_plan,
     parse_sizes,
     rebuild,
@@ -165,7 +165,8 @@ def make_blob(encoded: Encoded, each: Each, error: float | None = None) -> list[
         body += [raw, padding]
         offsets[path] = end, end + raw.numel()
         end += raw.numel() + len(padding)
-    while encoded.spec.nbytes > max_decoded(end):
+    least = least_stored(encoded)
+    while end < least:
         padding = bytes(_ALIGN * 64)
         seal = _core.crc32c(padding, seal)
         body.append(padding)

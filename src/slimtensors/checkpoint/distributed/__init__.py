@@ -1,6 +1,7 @@
 """Compact checkpoints for `torch.distributed.checkpoint`: FSDP2, tensor parallel, any layout."""
 
-from slimtensors.checkpoint.distributed.folders import consolidate, distribute, inspect, verify
+from slimtensors.checkpoint.distributed.folders import consolidate, distribute, verify
+from slimtensors.checkpoint.distributed.folders import inspect as inspect  # not for `import *`
 from slimtensors.checkpoint.distributed.reader import StorageReader
 from slimtensors.checkpoint.distributed.writer import StorageWriter
 
@@ -9,6 +10,5 @@ __all__ = [
     "StorageWriter",
     "consolidate",
     "distribute",
-    "inspect",
     "verify",
 ]
