@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -30,7 +30,13 @@ from slimtensors.checkpoint.run import (
     select_resumable,
 )
 from slimtensors.checkpoint.snapshot import Snapshot
-from slimtensors.checkpoint.state import Checkpoint, Stateful, build_checkpoint, restore_checkpoint
+from slimtensors.checkpoint.state import (
+    Checkpoint,
+    Stateful,
+    build_checkpoint,
+    is_stateful,
+    restore_checkpoint,
+)
 from slimtensors.checkpoint.store import FlatState, Saved, SaveOptions, load_checkpoint, save_state
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
@@ -41,13 +47,17 @@ _log = logging.getLogger(__name__)
 
 def checkpointing(
     run: StrPath,
-    model: nn.Module,
+    model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     *,
+    models: Mapping[str, nn.Module] | None = None,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    schedulers: Mapping[str, Stateful] | None = None,
+    scalers: Mapping[str, Stateful] | None = None,
     dataloader: Stateful | None = None,
-    extra: Callable[[], Mapping[str, Any]] | None = None,
+    extra: Callable[[], Mapping[str, Any]] | Mapping[str, Stateful] | None = None,
     every: int = 100,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -63,6 +73,10 @@ def checkpointing(
     threads: int | None = None,
 ) -> "Checkpointing":
     """Return a context manager that saves a training loop to the folder `run` and resumes it.
+
+    `models`, `optimizers`, `schedulers` and `scalers` are further objects by name. `extra` is a
+    function that returns values to save with each checkpoint (`resumed` contains them), or a
+    mapping of objects with `state_dict` and `load_state_dict`, which are also restored.
 
     Checkpoints are stored as differences from the last keyframe; one save in `keyframe_every` is
     a keyframe. With `base="chain"` the previous checkpoint is the base, with `base=None` every
@@ -94,7 +108,18 @@ def checkpointing(
         raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")
     return Checkpointing(
         local_path(run),
-        TrainingObjects(model, optimizer, scheduler, scaler, dataloader, extra),
+        TrainingObjects(
+            model,
+            optimizer,
+            scheduler,
+            scaler,
+            dataloader,
+            extra,
+            models=models or {},
+            optimizers=optimizers or {},
+            schedulers=schedulers or {},
+            scalers=scalers or {},
+        ),
         CheckpointOptions(
             every=every,
             retention=Retention(keep_last, keep_every, keep_best, best_is),
@@ -114,14 +139,27 @@ def checkpointing(
 class TrainingObjects:
     """The objects whose state is saved."""
 
-    model: nn.Module
+    model: nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Stateful | None = None
     scaler: Stateful | None = None
     dataloader: Stateful | None = None
-    extra: Callable[[], Mapping[str, Any]] | None = None
+    extra: Callable[[], Mapping[str, Any]] | Mapping[str, Stateful] | None = None
     files: Callable[[], Mapping[str, bytes]] | None = None
     """Returns additional small files to write with each checkpoint."""
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)
+    schedulers: Mapping[str, Stateful] = field(default_factory=dict)
+    scalers: Mapping[str, Stateful] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.model is None and not self.models:
+            raise ConfigError("expected a model, or models={name: model}")
+        for name in [name for name, part in self._stateful().items() if not is_stateful(part)]:
+            raise ConfigError(
+                f"extra: {name!r} has no state_dict and load_state_dict; pass a function that"
+                " returns such values"
+            )
 
     def build(self, step: int, epoch: int | None, metrics: Mapping[str, float]) -> Checkpoint:
         """Return their state, by reference."""
@@ -130,11 +168,15 @@ class TrainingObjects:
             self.optimizer,
             self.scheduler,
             self.scaler,
+            models=self.models,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            scalers=self.scalers,
             dataloader=self.dataloader,
             step=step,
             epoch=epoch,
             metrics=metrics,
-            extra=self.extra() if self.extra else None,
+            extra=self._collect_extra(),
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -145,8 +187,28 @@ class TrainingObjects:
             self.optimizer,
             self.scheduler,
             self.scaler,
+            models=self.models,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            scalers=self.scalers,
             dataloader=self.dataloader,
+            extra=self._stateful(),
         )
+
+    def _stateful(self) -> Mapping[str, Stateful]:
+        """Return the objects of `extra` that are restored."""
+        return self.extra if isinstance(self.extra, Mapping) else {}
+
+    def _collect_extra(self) -> Mapping[str, Any]:
+        if not callable(self.extra):
+            return self._stateful()
+        extra = self.extra()
+        for name in [name for name, value in extra.items() if is_stateful(value)]:
+            raise ConfigError(
+                f"extra: {name!r} is an object; it is restored only if you pass"
+                f" extra={{{name!r}: object}} instead of a function"
+            )
+        return extra
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors._moved import Renamed
+from slimtensors.checkpoint.names import strip_wrappers
 from slimtensors.errors import ConfigError, suggest
 from slimtensors.tensor import Spec
 
@@ -159,20 +160,76 @@ def find_profile(profile: str | Profile) -> Profile:
 def describe_tensors(
     tensors: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> dict[str, StateTensorInfo]:
-    """Return the role of each tensor of a flattened state."""
+    """Return the role of each tensor of a flattened state.
+
+    A state of `build_checkpoint` has a layout, which lists its models and optimizers: tensors
+    of `extra` have the role `other`. In other states, names decide.
+    """
     layout = state.get("layout")
-    kinds: Mapping[str, Any] = layout if isinstance(layout, dict) else {}
-    return {name: _describe_tensor(name, Spec.of(x), kinds) for name, x in tensors.items()}
+    if not isinstance(layout, dict):
+        return {name: _describe_by_name(name, Spec.of(x), ()) for name, x in tensors.items()}
+    parts = _find_parts(state, layout)
+    found = {}
+    for name, x in tensors.items():
+        section, _, rest = name.partition(".")
+        part = parts.get(section)
+        if part is None and section in ("models", "optimizers"):
+            key, _, rest = rest.partition(".")
+            part = parts.get(f"{section}.{key}")
+        found[name] = _describe_by_part(name, Spec.of(x), part, rest)
+    return found
 
 
-def _describe_tensor(name: str, spec: Spec, layout: Mapping[str, Any]) -> StateTensorInfo:
+@dataclass(frozen=True)
+class _StatePart:
+    """A model or optimizer of a state."""
+
+    prefix: str
+    """Before the names of its parameters: `NAME.` for named models."""
+    layout: Mapping[str, Any]
+    names: Mapping[str, str] | None
+    """Names in the state -> names without wrappers; None for an optimizer."""
+
+
+def _find_parts(state: Mapping[str, Any], layout: Mapping[str, Any]) -> dict[str, _StatePart]:
+    """Return the models and optimizers of a state by path."""
+
+    def strip(model: object) -> dict[str, str]:
+        names = model if isinstance(model, Mapping) else ()
+        return strip_wrappers(name for name in names if isinstance(name, str))
+
+    found = {
+        "model": _StatePart("", layout, strip(state.get("model"))),
+        "optimizer": _StatePart("", layout, None),
+    }
+    models = state.get("models")
+    for name, part in layout.get("models", {}).items():
+        names = strip(models.get(name) if isinstance(models, Mapping) else None)
+        found[f"models.{name}"] = _StatePart(f"{name}.", part, names)
+    for name, part in layout.get("optimizers", {}).items():
+        found[f"optimizers.{name}"] = _StatePart("", part, None)
+    return found
+
+
+def _describe_by_part(name: str, spec: Spec, part: _StatePart | None, rest: str) -> StateTensorInfo:
+    """Return the role of a tensor; `rest` is its name in the state of the part."""
+    if part is None:
+        return StateTensorInfo(name, spec, frozenset([OTHER]), "")
+    if part.names is None:
+        # The layout lists the parameters of the optimizer itself, not of one that it wraps.
+        is_own = rest.startswith("state.")
+        return _describe_by_name(name, spec, part.layout.get("optimizer", ()) if is_own else ())
+    roles = {kind for kind in ("embeddings", "norms") if rest in part.layout.get(kind, ())}
+    roles.add(BUFFERS if rest in part.layout.get(BUFFERS, ()) else WEIGHTS)
+    parameter = f"{part.prefix}{part.names.get(rest, rest)}"
+    return StateTensorInfo(name, spec, frozenset(roles), parameter)
+
+
+def _describe_by_name(name: str, spec: Spec, order: Sequence[str]) -> StateTensorInfo:
     if found := _MODEL.fullmatch(name):
-        parameter = found["name"]
-        roles = {kind for kind in ("embeddings", "norms") if parameter in layout.get(kind, ())}
-        roles.add(BUFFERS if parameter in layout.get(BUFFERS, ()) else WEIGHTS)
-        return StateTensorInfo(name, spec, frozenset(roles), parameter)
+        return StateTensorInfo(name, spec, frozenset([WEIGHTS]), found["name"])
     if found := _OPTIMIZER.fullmatch(name):
-        order, index = layout.get("optimizer", ()), int(found["index"])
+        index = int(found["index"])
         parameter = order[index] if index < len(order) else ""
         return StateTensorInfo(name, spec, frozenset([found["key"]]), parameter, found["owner"])
     return StateTensorInfo(name, spec, frozenset([OTHER]), "")

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from slimtensors.checkpoint.names import fit_model_state, name_parameters, strip_saved_names
 from slimtensors.checkpoint.optimizer import (
+    OptimizerState,
     describe_optimizer,
     fit_optimizer_state,
     has_torch_loading,
@@ -39,11 +41,15 @@ class Stateful(Protocol):
 
 
 def build_checkpoint(
-    model: nn.Module,
+    model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     *,
+    models: Mapping[str, nn.Module] | None = None,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    schedulers: Mapping[str, Stateful] | None = None,
+    scalers: Mapping[str, Stateful] | None = None,
     dataloader: Stateful | None = None,
     epoch: int | None = None,
     step: int | None = None,
@@ -53,8 +59,9 @@ def build_checkpoint(
 ) -> Checkpoint:
     """Return the whole state of a training run, including the random number generators.
 
-    Tensors are references, not copies: save the state before training continues. `extra` may
-    contain anything that consists of tensors, numbers, strings, dicts and lists.
+    `models`, `optimizers`, `schedulers` and `scalers` are further objects by name. Tensors are
+    references, not copies: save the state before training continues. `extra` may contain anything
+    that consists of tensors, numbers, strings, dicts and lists, and objects with a `state_dict`.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -62,68 +69,183 @@ def build_checkpoint(
         >>> build_checkpoint(model, optimizer, step=100)["step"]
         100
     """
-    parts = {"scheduler": scheduler, "scaler": scaler, "dataloader": dataloader}
+    objects = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "dataloader": dataloader,
+    }
+    named = _check_named(
+        model, models=models, optimizers=optimizers, schedulers=schedulers, scalers=scalers
+    )
     checkpoint: Checkpoint = {
         "epoch": epoch,
         "step": step,
         "metrics": dict(metrics or {}),
-        "model": model.state_dict(),
-        # `is not None`: a dataloader may have length 0, or none.
-        "optimizer": optimizer.state_dict() if optimizer is not None else None,
-        **{name: None if part is None else part.state_dict() for name, part in parts.items()},
+        # `is None`: a dataloader may have length 0, or none.
+        **{name: None if part is None else part.state_dict() for name, part in objects.items()},
         "rng": capture_rng() if rng_state else None,
-        "layout": _describe_layout(model, optimizer),
+        "layout": _describe_layout(model, optimizer, models, optimizers),
     }
-    for name in checkpoint.keys() & (extra or {}):
-        raise ConfigError(f"extra: {name!r} is a reserved key; choose another name")
-    return checkpoint | dict(extra or {})
+    for kind, parts in named.items():
+        checkpoint[kind] = {name: part.state_dict() for name, part in parts.items()}
+    for name, value in (extra or {}).items():
+        if str(name).partition(".")[0] in checkpoint:
+            raise ConfigError(f"extra: {name!r} is a reserved key; choose another name")
+        checkpoint[name] = value.state_dict() if is_stateful(value) else value
+    return checkpoint
 
 
 def restore_checkpoint(
     checkpoint: Mapping[str, Any],
-    model: nn.Module,
+    model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     *,
+    models: Mapping[str, nn.Module] | None = None,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None = None,
+    schedulers: Mapping[str, Stateful] | None = None,
+    scalers: Mapping[str, Stateful] | None = None,
     dataloader: Stateful | None = None,
+    extra: Mapping[str, Stateful] | None = None,
     rng_state: bool = True,
 ) -> None:
     """Load a state into these objects, so that training continues bit for bit.
 
     Raise `MismatchError`, which lists names and shapes, if the state does not fit; in this case
-    nothing is changed. Parts of the checkpoint without a matching argument are ignored.
+    nothing is changed. Parts of the checkpoint without a matching argument are ignored. Names of
+    models match with and without the prefixes of `torch.compile` and DataParallel.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
         >>> state = build_checkpoint(model, step=100)
         >>> restore_checkpoint(state, model)
     """
-    parts = {"scheduler": scheduler, "scaler": scaler, "dataloader": dataloader}
-    for name, part in {"model": model, "optimizer": optimizer, **parts}.items():
-        if part is not None and checkpoint.get(name) is None:
-            raise MismatchError(f"{name}: not in the checkpoint, which was built without it")
-    _check_model(checkpoint["model"], model)
+    _check_named(
+        model, models=models, optimizers=optimizers, schedulers=schedulers, scalers=scalers
+    )
+    parts = _PartFinder(checkpoint)
+    all_models = parts.find("model", model, models)
+    all_optimizers = parts.find("optimizer", optimizer, optimizers)
+    others = parts.find("scheduler", scheduler, schedulers)
+    has_scheduler = bool(others)
+    others += parts.find("scaler", scaler, scalers) + parts.find("dataloader", dataloader, None)
+    others += parts.find_extra(extra or {})
+    fitted_models = [
+        (part, _check_model(part.label, part.state, part.object)) for part in all_models
+    ]
     steps: list[LoadStep] = []
-    is_model_first = has_own_loading(model)
-    if optimizer is not None:
-        layout, names = checkpoint.get("layout") or {}, name_parameters(model)
-        fitted = fit_optimizer_state(checkpoint["optimizer"], layout, optimizer, names)
-        if fitted.has_moved_groups and scheduler is not None:
+    is_model_first = any(has_own_loading(part.object) for part in all_models)
+    names = name_parameters(model, models)
+    for part in all_optimizers:
+        fitted = _fit_optimizer(part, parts.find_layout(part), names)
+        if fitted.has_moved_groups and has_scheduler:
             problem = "parameter groups are in another order, which a scheduler does not support"
-            raise_mismatch("optimizer", [problem])
-        load = partial(load_optimizer, optimizer, fitted.state)
-        steps.append(LoadStep("optimizer", load, partial(remember_optimizer, optimizer)))
-        is_model_first |= not has_torch_loading(optimizer)
-    stateful = ((name, part) for name, part in parts.items() if part is not None)
-    steps += [LoadStep.of(name, part, checkpoint[name]) for name, part in stateful]
+            raise_mismatch(part.label, [problem])
+        load = partial(load_optimizer, part.object, fitted.state)
+        steps.append(LoadStep(part.label, load, partial(remember_optimizer, part.object)))
+        is_model_first |= not has_torch_loading(part.object)
+    steps += [LoadStep.of(part.label, part.object, part.state) for part in others]
     rng = checkpoint.get("rng") if rng_state else None
     if rng is not None:
         check_rng(rng)
         steps.append(LoadStep("rng", partial(restore_rng, rng), _remember_rng))
     # Last if possible: once it is checked, loading cannot fail, and no copy is needed to undo it.
-    load_model = LoadStep.of_model(model, checkpoint["model"], can_undo=is_model_first)
-    load_all([load_model, *steps] if is_model_first else [*steps, load_model])
+    load_models = [
+        LoadStep.of_model(part.label, part.object, state, can_undo=is_model_first)
+        for part, state in fitted_models
+    ]
+    load_all([*load_models, *steps] if is_model_first else [*steps, *load_models])
+
+
+def _fit_optimizer(
+    part: "_Part", layout: Mapping[str, Any], names: Mapping[int, str]
+) -> OptimizerState:
+    try:
+        return fit_optimizer_state(part.state, layout, part.object, names)
+    except MismatchError as error:
+        if part.label == "optimizer":
+            raise
+        raise MismatchError(f"{part.label}: {error}") from error
+
+
+def is_stateful(value: object) -> bool:
+    """Return True if a value is an object whose state can be saved and restored."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def _check_named(
+    model: nn.Module | None, **named: Mapping[str, Any] | None
+) -> dict[str, Mapping[str, Any]]:
+    """Return the mappings that are not empty; raise if a name is invalid or there is no model."""
+    if model is None and not named["models"]:
+        raise ConfigError("expected a model, or models={name: model}")
+    for kind, parts in named.items():
+        for name in parts or {}:
+            if not isinstance(name, str) or not name or "." in name:
+                raise ConfigError(f"{kind}: {name!r} is not a valid name; use text without dots")
+    children = {name.partition(".")[0] for name in name_parameters(model).values()}
+    for name in (named["models"] or {}).keys() & children:
+        raise ConfigError(f"models: {name!r} is also a submodule of the model; rename one of them")
+    return {kind: parts for kind, parts in named.items() if parts}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An object and its state in a checkpoint."""
+
+    label: str
+    """`optimizer`, or `optimizers.NAME`."""
+    object: Any
+    state: Any
+
+
+@dataclass(frozen=True)
+class _PartFinder:
+    """Finds the states of objects in a checkpoint."""
+
+    checkpoint: Mapping[str, Any]
+
+    def find(self, kind: str, single: Any, named: Mapping[str, Any] | None) -> list[_Part]:
+        """Return the object of a kind and those with a name; raise if a state is missing."""
+        pairs = [] if single is None else [(kind, single, self.checkpoint.get(kind))]
+        states = self.checkpoint.get(f"{kind}s")
+        for name, part in (named or {}).items():
+            state = states.get(name) if isinstance(states, Mapping) else None
+            pairs.append((f"{kind}s.{name}", part, state))
+        return [self._make(*pair) for pair in pairs]
+
+    def find_extra(self, extra: Mapping[str, Stateful]) -> list[_Part]:
+        """Return the objects of `extra`; raise if a state is missing."""
+        for name, part in extra.items():
+            if not is_stateful(part):
+                raise ConfigError(f"extra: {name!r} has no state_dict and load_state_dict")
+        return [self._make(name, part, self.checkpoint.get(name)) for name, part in extra.items()]
+
+    def find_layout(self, part: _Part) -> dict[str, Any]:
+        """Return the saved layout of an optimizer, with parameter names without wrappers."""
+        layout = _as_mapping(self.checkpoint.get("layout"))
+        kind, _, name = part.label.partition(".")
+        if name:
+            layout = _as_mapping(_as_mapping(layout.get(kind)).get(name))
+        stripped = strip_saved_names(self.checkpoint.get("model"), self.checkpoint.get("models"))
+        order = layout.get("optimizer")
+        if not isinstance(order, list):
+            return dict(layout)
+        return {**layout, "optimizer": [stripped.get(name, name) for name in order]}
+
+    @staticmethod
+    def _make(label: str, part: Any, state: Any) -> _Part:
+        if state is None:
+            raise MismatchError(f"{label}: not in the checkpoint, which was built without it")
+        return _Part(label, part, state)
+
+
+def _as_mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 @dataclass(frozen=True)
@@ -136,17 +258,19 @@ class LoadStep:
     """Returns a function that restores the state from before."""
 
     @classmethod
-    def of(cls, name: str, part: Stateful, state: dict[str, Any]) -> "LoadStep":
+    def of(cls, name: str, part: Any, state: Any) -> "LoadStep":
         """Return the step that loads a copy of `state` into an object."""
         return cls(name, lambda: part.load_state_dict(deepcopy(state)), partial(_remember, part))
 
     @classmethod
-    def of_model(cls, model: nn.Module, state: dict[str, Any], *, can_undo: bool) -> "LoadStep":
+    def of_model(
+        cls, name: str, model: nn.Module, state: Mapping[str, Any], *, can_undo: bool
+    ) -> "LoadStep":
         """Return the step that loads a checked state into a model."""
         if has_own_loading(model):
-            return cls.of("model", model, state)
+            return cls.of(name, model, state)
         remember = partial(_remember, model) if can_undo else lambda: lambda: None
-        return cls("model", lambda: model.load_state_dict(state), remember)
+        return cls(name, lambda: model.load_state_dict(state), remember)
 
 
 def load_all(steps: Sequence[LoadStep]) -> None:
@@ -231,18 +355,30 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def name_parameters(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter, by its `id`."""
-    return {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
-
-
-def _describe_layout(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the kinds of parameters and their order in the optimizer."""
+def _describe_layout(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    models: Mapping[str, nn.Module] | None,
+    optimizers: Mapping[str, torch.optim.Optimizer] | None,
+) -> dict[str, Any]:
+    """Return the kinds of parameters and their order in the optimizers."""
+    names = name_parameters(model, models)
     described: dict[str, Any] = {"optimizer": []}
     if optimizer is not None:
-        described = describe_optimizer(optimizer, name_parameters(model))
+        described = describe_optimizer(optimizer, names)
+    layout = {**described, **_describe_model(model)}
+    if models:
+        layout["models"] = {name: _describe_model(part) for name, part in models.items()}
+    if optimizers:
+        parts = optimizers.items()
+        layout["optimizers"] = {name: describe_optimizer(part, names) for name, part in parts}
+    return layout
+
+
+def _describe_model(model: nn.Module | None) -> dict[str, list[str]]:
+    if model is None:
+        return {"buffers": [], "embeddings": [], "norms": []}
     return {
-        **described,
         "buffers": [name for name, _ in model.named_buffers()],
         "embeddings": list(_find_parameters(model, "Embedding")),
         "norms": list(_find_parameters(model, "Norm")),
@@ -257,8 +393,9 @@ def _find_parameters(model: nn.Module, kind: str) -> Iterator[str]:
             yield from (f"{path}.{name}" if path else name for name, _ in parameters)
 
 
-def _check_model(state: Mapping[str, Any], model: nn.Module) -> None:
-    current = model.state_dict()
+def _check_model(label: str, state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Return the state under the names of the model; raise `MismatchError` if it does not fit."""
+    state, current = fit_model_state(label, state, model), model.state_dict()
     problems = [f"{name}: not in the model" for name in state if name not in current]
     problems += [f"{name}: not in the checkpoint" for name in current if name not in state]
     for name, x in state.items():
@@ -266,4 +403,5 @@ def _check_model(state: Mapping[str, Any], model: nn.Module) -> None:
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
             shapes = f"{list(x.shape)} in the checkpoint, {list(y.shape)} in the model"
             problems.append(f"{name}: {shapes}")
-    raise_mismatch("model", problems)
+    raise_mismatch(label, problems)
+    return state

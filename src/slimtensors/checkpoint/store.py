@@ -12,6 +12,7 @@ from torch import Tensor
 from slimtensors.archive.read import rebuild_state
 from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
+from slimtensors.archive.tree import unflatten
 from slimtensors.archive.write import ArchiveSource, WriteOptions, source_from_tensors, write
 from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
 from slimtensors.checkpoint.documents import check_chain, is_plain_name
@@ -155,14 +156,15 @@ class FlatState:
         return cls(tensors, tree, state)
 
     def select_model(self) -> "FlatState":
-        """Return the model and its metadata; all other values are None."""
-        kept = {"model", "state_dict", "layout", "epoch", "step", "global_step", "metrics"}
-        parts = {key: value if key in kept else None for key, value in self.original.items()}
-        for key in ("model", "state_dict"):
-            if isinstance(parts.get(key), Mapping):  # the flattened tensors may be a snapshot
-                values = self.original[key].items()
-                parts[key] = {name: self.tensors.get(f"{key}.{name}", x) for name, x in values}
-        return FlatState.of(parts)
+        """Return the models and their metadata; all other values are None."""
+        kept = {"model", "layout", "epoch", "step", "global_step", "metrics"}
+        layout = self.original.get("layout")
+        if not isinstance(layout, dict):
+            kept.add("state_dict")  # not a state of build_checkpoint, where it would be an extra
+        elif "models" in layout:
+            kept.add("models")
+        state = dict(self.tensors) if self.tree is None else unflatten(self.tree, self.tensors)
+        return FlatState.of({key: x if key in kept else None for key, x in state.items()})
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class SlimCheckpoints(TrainerCallback):
             parts["model"],
             getattr(parts["optimizer"], "optimizer", parts["optimizer"]),
             parts["lr_scheduler"],
-            extra=lambda: {name: part.state_dict() for name, part in self._parts.items()},
+            extra=self._parts,
             files=lambda: _make_trainer_files(state),
         )
         run = Path(args.output_dir)
@@ -101,8 +101,6 @@ class SlimCheckpoints(TrainerCallback):
                     f"{point}: no state of {name!r}; the checkpoint was saved without it"
                 )
             objects.restore(checkpoint)
-            for name, part in self._parts.items():
-                part.load_state_dict(checkpoint[name])
             self._rng = checkpoint["rng"]
         self._loop = Checkpointing(run, objects, self._options, start=state.global_step)
         self._loop.__enter__()
