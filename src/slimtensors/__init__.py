@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slimtensors.archive import Archive, load, save
     from slimtensors.archive import inspect as inspect  # public, but not for `import *`
     from slimtensors.archive import open as open
+    from slimtensors.archive.decompress import decompress
     from slimtensors.archive.delta import diff, restore
     from slimtensors.archive.summary import Summary
     from slimtensors.archive.verify import Verification, verify
@@ -45,6 +46,7 @@ __all__ = [
     "Summary",
     "Verification",
     "chain",
+    "decompress",
     "diff",
     "load",
     "load_compressed",
@@ -57,6 +59,7 @@ __all__ = [
 
 _HOMES = {
     "archive": ("Archive", "Verification", "inspect", "load", "open", "save", "verify"),
+    "archive.decompress": ("decompress",),
     "archive.delta": ("diff", "restore"),
     "archive.summary": ("Summary",),
     "codecs": ("Bitmask", "Bitmask24", "Dense", "Density", "Gaps", "Huffman", "Int"),

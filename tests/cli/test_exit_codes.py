@@ -14,10 +14,10 @@ def run(*arguments):
         return usage.code
 
 
-def error_line(capsys):
-    """Return stderr after checking that it is one line and stdout is empty."""
+def error_line(capsys, out=""):
+    """Return stderr after checking that it is one line, and that stdout is `out`."""
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert captured.out == out
     assert captured.err.startswith("slimtensors: ")
     assert captured.err.count("\n") == 1
     return captured.err.rstrip()
@@ -38,12 +38,14 @@ def test_exit_code_1_if_verify_finds_differences(saved, tmp_path, capsys):
     other = weights() | {"model.layers.1.mlp.weight": pruned(64, 64, seed=77)}
     save_file(other, tmp_path / "other")
     assert run("verify", saved, "--against", tmp_path / "other") == 1
-    assert "model.layers.1.mlp.weight: " in error_line(capsys)
+    captured = capsys.readouterr()
+    assert captured.out == f"different from {tmp_path / 'other'}: 6 of 7 tensors are equal\n"
+    assert captured.err.startswith("slimtensors: model.layers.1.mlp.weight: ")
     save_file({"x": torch.ones(2)}, tmp_path / "few")
     assert run("verify", saved, "--against", tmp_path / "few") == 1
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == 8
-    assert captured.out == ""
+    assert captured.out == f"different from {tmp_path / 'few'}: 0 of 8 tensors are equal\n"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_exit_code_3_for_a_damaged_file(saved, tmp_path, capsys, verb):
     saved.write_bytes(raw)
     target = ["-o", tmp_path / "y"] if verb.endswith("compress") else []
     assert run(verb, saved, *target) == 3
-    line = error_line(capsys)
+    line = error_line(capsys, "damaged: 1 of 7 tensors\n" if verb == "verify" else "")
     assert f"{saved}: model." in line
     assert "damaged" in line
     assert [p.name for p in tmp_path.iterdir()] == [saved.name]

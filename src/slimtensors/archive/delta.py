@@ -3,12 +3,19 @@
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
+from slimtensors.archive.decompress import make_exact_file
+from slimtensors.archive.originals import (
+    Originals,
+    find_originals,
+    read_originals,
+    store_originals,
+)
 from slimtensors.archive.read import Archive, Progress, open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
@@ -80,6 +87,7 @@ def restore(
 ) -> Summary:
     """Write the archive that was passed to `diff` as `new`, bit for bit.
 
+    If that was one plain file and `preset` is unchanged, the file is identical, byte for byte.
     Raises `MismatchError` if `base` is not the base of the delta. See `diff` for an example.
 
     Args:
@@ -91,9 +99,8 @@ def restore(
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
     """
-    source = make_restored_source(
-        open_archive(delta, storage_options), open_archive(base, storage_options)
-    )
+    changes = open_archive(delta, storage_options)
+    source = make_restored_source(changes, open_archive(base, storage_options))
     options = WriteOptions(
         preset=preset,
         max_shard_size=max_shard_size,
@@ -101,6 +108,8 @@ def restore(
         progress=progress,
         storage_options=storage_options,
     )
+    if preset == "dense" and max_shard_size is None:
+        source = make_exact_file(source, find_restored(changes, source), target, options)
     return write(source, target, options).summary()
 
 
@@ -125,6 +134,7 @@ def make_delta_source(
     new.check_not_delta()
     base.check_not_delta()
     tied = new.tied()
+    originals = store_originals(find_originals(new), new.keys(), new.path)
     entries: dict[str, list[str]] = {}
 
     def make_item(name: str) -> TensorSource:
@@ -152,6 +162,7 @@ def make_delta_source(
         [make_item(name) for name in new if name not in tied],
         tree=new.tree,
         delta={"tensors": entries, "tied": tied, **(files or {})},
+        originals=originals,
     )
 
 
@@ -228,7 +239,20 @@ def make_restored_source(delta: Archive, base: Archive) -> ArchiveSource:
         return TensorSource(name, base.spec(name), read)
 
     items = [make_item(name, entry) for name, entry in manifest.tensors.items()]
-    return ArchiveSource(items, manifest.tied, delta.tree)
+    source = ArchiveSource(items, manifest.tied, delta.tree)
+    names = [*manifest.tensors, *manifest.tied]
+    originals = store_originals(find_restored(delta, source), names, delta.path)
+    return replace(source, originals=originals)
+
+
+def find_restored(delta: Archive, source: ArchiveSource) -> Originals | None:
+    """Return the files that a delta was made from; None if it does not describe them completely."""
+    originals = read_originals(delta)
+    if originals is None:
+        return None
+    specs = {item.name: item.spec for item in source.items}
+    specs |= {name: specs[home] for name, home in source.tied.items()}
+    return originals if originals.describe_all(specs, source.tied) else None
 
 
 def tensor_digest(x: Tensor) -> str:

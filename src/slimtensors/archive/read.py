@@ -28,6 +28,7 @@ from slimtensors.storage import (
     locate,
     open_file,
     open_files,
+    weight_files,
 )
 from slimtensors.tensor import Spec, dtype_name
 
@@ -71,7 +72,7 @@ class Archive:
         location = locate(path, storage_options=storage_options)
         if isinstance(location, LocalLocation) and not location.path.exists():
             raise FileNotFoundError(f"{location}: no such file or folder")
-        self._open(location, open_files(location))
+        self._open(location, open_files(location), is_listed=True)
 
     @classmethod
     def from_files(cls, paths: Sequence[Path]) -> Self:
@@ -88,13 +89,17 @@ class Archive:
         archive._open(location, [open_file(location)])
         return archive
 
-    def _open(self, location: Location, files: list[StoredFile]) -> None:
+    def _open(
+        self, location: Location, files: list[StoredFile], *, is_listed: bool = False
+    ) -> None:
         self.location, self.path = location, str(location)
-        self._files, self._is_closed = files, False
+        self._files, self._is_closed, self._is_listed = files, False, is_listed
         contents = dialects.read_contents(files)
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
         self.owners = contents.owners
         """Entry of a file -> name of the tensor it belongs to."""
+        self.sources = contents.sources
+        """File -> description of the plain files from which it was made."""
 
     def select(self, names: Iterable[str]) -> "Archive":
         """Return an archive with a subset of the tensors."""
@@ -102,6 +107,7 @@ class Archive:
         part._members = {name: self._find(name) for name in names}
         if len(part) < len(self):
             part.tree = None  # it would refer to tensors that are not selected
+            part.sources = {}
         return part
 
     at, of_files = Renamed("from_location"), Renamed("from_files")
@@ -163,6 +169,15 @@ class Archive:
     def files(self) -> Sequence[StoredFile]:
         """The open files."""
         return self._files
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the files were found through an index."""
+        return self._is_listed and len(weight_files(self.location)) > 1
+
+    def member(self, name: str) -> Member:
+        """Return a tensor that is described, but not read yet."""
+        return self._find(name)
 
     def stored_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in its file."""

@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from slimtensors.archive.originals import find_originals, read_originals
 from slimtensors.archive.read import Archive, Progress, open
 from slimtensors.codecs import TorchQuantized
 from slimtensors.errors import FormatError
 from slimtensors.parallel import Workers
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, Spec, as_bytes, bitwise_equal, dtype_name
+
+FilesVerdict = Literal["identical", "different", "unknown"]
+"""`identical`: byte for byte. `unknown`: the headers of the original files are not stored."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,25 @@ class Verification:
     """Name -> reason, for tensors that cannot be read."""
     different: Mapping[str, str] = field(default_factory=dict)
     """Name -> difference, for tensors that differ between the archives."""
+    equal: int | None = None
+    """Number of tensors that are bitwise equal in both archives; None without another archive."""
+    files: FilesVerdict | None = None
+    """Whether decompressed files would be identical to those of the other archive."""
 
     def __bool__(self) -> bool:
         return not self.damaged and not self.different
 
     def to_json(self) -> Json:
         """Return the result as JSON (schema: `docs/schemas/verify.json`)."""
-        return {
+        data: Json = {
             "ok": bool(self),
             "tensors": self.tensors,
             "damaged": dict(self.damaged),
             "different": dict(self.different),
         }
+        if self.equal is not None:
+            data |= {"equal": self.equal, "files": self.files}
+        return data
 
 
 def verify(
@@ -83,6 +94,8 @@ def verify(
             except FormatError as error:
                 return error
 
+        if problem := _find_source_problem(archive):
+            damaged["<source>"] = problem
         results = workers.in_order(check, archive, archive.stored_bytes)
         for name, result in zip(archive, results, strict=True):
             if isinstance(result, FormatError):
@@ -91,7 +104,32 @@ def verify(
                 different[name] = result
             if progress:
                 progress(archive.stored_bytes(name))
-        return Verification(len(archive), damaged, different)
+        if other is None:
+            return Verification(len(archive), damaged, different)
+        equal = sum(name in other and name not in {**damaged, **different} for name in archive)
+        files = "unknown" if damaged else _compare_files(archive, other, is_equal=not different)
+        return Verification(len(archive), damaged, different, equal, files)
+
+
+def _find_source_problem(archive: Archive) -> str:
+    """Return what is wrong with the description of the original files; empty if nothing is."""
+    try:
+        if archive.delta is None:
+            find_originals(archive)
+        elif originals := read_originals(archive):
+            originals.check_parses()
+    except FormatError as error:
+        return str(error)
+    return ""
+
+
+def _compare_files(archive: Archive, other: Archive, *, is_equal: bool) -> FilesVerdict:
+    if archive.delta is not None:
+        return "unknown"
+    found, expected = find_originals(archive), find_originals(other)
+    if found is None or expected is None:
+        return "unknown"
+    return "identical" if is_equal and found.matches(expected) else "different"
 
 
 def _compare(x: Tensor, name: str, other: Archive, workers: Workers) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimtensors.archive import dialects
 from slimtensors.archive.dialects import KEY, Dialect, FileManifest, PackedTensor
+from slimtensors.archive.originals import find_originals, store_originals
 from slimtensors.archive.read import Archive, Progress
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.tree import flatten
@@ -154,6 +155,10 @@ class ArchiveSource:
     """Outline of the values that are not tensors (see `slimtensors.archive.tree`)."""
     delta: Mapping[str, Any] | None = None
     """How tensors differ from a base; complete once all items have been read."""
+    originals: Json | None = None
+    """Description of the plain files that contain these tensors; dropped if any is rounded."""
+    header: bytes | None = None
+    """Header to write instead of ours; the items are in the order of its offsets."""
 
     def __post_init__(self) -> None:
         for name in (*(item.name for item in self.items), *self.tied):
@@ -174,7 +179,8 @@ def _source_from_archive(archive: Archive) -> ArchiveSource:
     archive.check_not_delta()
     tied = archive.tied()
     items = [make_item(name) for name in archive if name not in tied]
-    return ArchiveSource(items, tied, archive.tree)
+    originals = store_originals(find_originals(archive), archive.keys(), archive.path)
+    return ArchiveSource(items, tied, archive.tree, originals=originals)
 
 
 def source_from_tensors(
@@ -348,8 +354,10 @@ class _Encoder:
         for item in source.items:
             self.dialect.check(item.name, item.spec)
 
-        # Largest item size first: all tensors are aligned although nothing pads them.
-        ordered = sorted(source.items, key=lambda item: -item.spec.dtype.itemsize)
+        ordered = source.items
+        if source.header is None:
+            # Largest item size first: all tensors are aligned although nothing pads them.
+            ordered = sorted(ordered, key=lambda item: -item.spec.dtype.itemsize)
         written: dict[str, WrittenTensor] = {}
         names: set[str] = set()
 
@@ -435,15 +443,20 @@ def _open_output(
         reserve += len(json.dumps(json.dumps(source.tree)))
     if source.delta is not None:
         reserve += sum(len(item.name.encode()) + _DELTA_ENTRY_BYTES for item in source.items)
+    if source.originals is not None:
+        reserve += len(json.dumps(json.dumps(source.originals)))
     if any(item.runs_from_file for item in source.items):
         reserve = ceil_div(reserve, _ALIGN) * _ALIGN
     is_folder = limit is not None or location.is_folder()
+    header = source.header
     if isinstance(location, RemoteLocation):
-        return RemoteOutput(location, is_folder=is_folder, max_shard_size=limit, reserve=reserve)
+        return RemoteOutput(
+            location, is_folder=is_folder, max_shard_size=limit, reserve=reserve, header=header
+        )
     assert isinstance(location, LocalLocation)
     if is_folder:
         return FolderOutput(location.path, max_shard_size=limit, reserve=reserve)
-    return FileOutput(location.path, reserve=reserve)
+    return FileOutput(location.path, reserve=reserve, header=header)
 
 
 def _make_metadata(
@@ -455,10 +468,11 @@ def _make_metadata(
     checksums: Mapping[str, int | None],
     table: str,
 ) -> dict[str, str]:
-    """Return the metadata of the file that contains `names`; the first file gets tree and delta."""
+    """Return the metadata of a file with the entries `names`; the first describes the state."""
     entries = set(names)
     tensors = {t.item.name for t in written if entries & {piece.name for piece in t.pieces}}
     is_first = names[:1] == order[:1]
+    is_lossy = any(t.packed.plan is not None and t.packed.plan.is_lossy for t in written)
     manifest = FileManifest(
         dialect,
         [checksums[name] for name in names],
@@ -470,5 +484,6 @@ def _make_metadata(
         },
         tree=source.tree if is_first else None,
         delta=source.delta if is_first else None,
+        source=source.originals if is_first and not is_lossy else None,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}

@@ -2,7 +2,8 @@
 
 import argparse
 
-from slimtensors.archive import Archive, Progress, save
+from slimtensors.archive import Archive, Progress
+from slimtensors.archive.decompress import decompress
 from slimtensors.archive.summary import Summary, count_noun, format_bytes
 from slimtensors.cli import console
 from slimtensors.folder.compress import check_globs, decompress_folder, is_model_folder, match_globs
@@ -51,4 +52,4 @@ def _decompress(options: argparse.Namespace, archive: Archive, bar: Progress) ->
             progress=bar,
         )
     selected = archive.select(name for name in archive if keep(name))
-    return save(selected, options.output, preset="dense", threads=options.threads, progress=bar)
+    return decompress(selected, options.output, threads=options.threads, progress=bar)

@@ -36,13 +36,12 @@ def run(options: argparse.Namespace) -> int:
     found = _verify(options)
     if options.json:
         console.print_json(found.to_json())
+    else:
+        print(_verdict(found, options.against), flush=True)
     for message in found.damaged.values():
         print(f"slimtensors: {message}", file=sys.stderr)
     for name, message in found.different.items():
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
-    if not options.json and found:
-        same = f", bitwise equal to {options.against}" if options.against else ""
-        print(f"{count_noun(found.tensors, 'tensor')} intact{same}")
     if found.damaged:
         return 3
     return 1 if found.different else 0
@@ -64,6 +63,27 @@ def _checkpoint(options: argparse.Namespace) -> Verification:
     if not manifest.is_sealed:
         print(f"slimtensors: {options.source}: {UNSEALED}", file=sys.stderr)
     return _archive(options)
+
+
+_FILES = {
+    "identical": "the original files come back byte for byte",
+    "different": "the headers or the index differ",
+    "unknown": "the headers of the original files are not stored",
+}
+
+
+def _verdict(found: Verification, against: str | None) -> str:
+    """Return the result in one line."""
+    tensors = count_noun(found.tensors, "tensor")
+    if found.damaged:
+        return f"damaged: {len(found.damaged)} of {tensors}" if found.tensors else "damaged"
+    if against is None:
+        return f"{tensors} intact"
+    if found.different:
+        all_names = (found.equal or 0) + len(found.different)
+        return f"different from {against}: {found.equal} of {all_names} tensors are equal"
+    assert found.files is not None, "set with --against"
+    return f"{tensors} intact, bitwise equal to {against}; {_FILES[found.files]}"
 
 
 def _archive(options: argparse.Namespace) -> Verification:

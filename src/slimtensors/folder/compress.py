@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
+from slimtensors.archive.originals import find_originals
 from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
+from slimtensors.archive.write import ArchiveSource, as_source
 from slimtensors.codecs import presets
 from slimtensors.codecs.presets import Choice, Chooser, StatsRule
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
@@ -127,6 +129,7 @@ def compress_with(
             replace_fields(options, preset=choose),
             rule=find_rule,
             sparsity=sparsity,
+            keeps_originals=True,
         ),
         target,
         describe,
@@ -146,6 +149,9 @@ def decompress_folder(
     ranks: ProcessGroup | None = None,
 ) -> Summary:
     """Write a model folder with plain weights, and `config.json` as it was before compression.
+
+    The files are identical to those that were compressed, byte for byte, unless tensors are left
+    out or the folder does not describe its originals.
 
     Args:
         source: model folder, its index file, a URL, or an open archive of one of them.
@@ -178,12 +184,18 @@ def decompress_with(
     settings: dict[str, Any] = {"preset": "dense", "only": list(selected)}
     if options.max_shard_size is not None:
         settings["max_shard_size"] = options.max_shard_size
+    is_whole = len(selected) == len(archive) and options.max_shard_size is None
+    originals = find_originals(archive) if is_whole else None
     return build_folder(
-        Weights(selected, options),
+        Weights(selected, options, make_source=_make_plain, originals=originals),
         target,
         lambda config, _: remove_compression(config) if was_compressed else config,
         job=describe_job(archive, settings),
     )
+
+
+def _make_plain(archive: Archive) -> ArchiveSource:
+    return replace_fields(as_source(archive), originals=None)
 
 
 def is_model_folder(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> bool:

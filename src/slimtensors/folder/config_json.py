@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from slimtensors.archive.originals import pack_text, text_limit, unpack_text
 from slimtensors.archive.summary import Summary
 from slimtensors.codecs.statistics import Sparsity, merge
-from slimtensors.errors import ConfigError, suggest
+from slimtensors.errors import ConfigError, CorruptFileError, suggest
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.storage import Location, StrPath, locate, weight_files, write_json
 from slimtensors.tensor import Json, dtype_name, find_dtype
@@ -32,6 +33,14 @@ COMPRESSED_TENSORS = "compressed-tensors"
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _SPARSITY_KEY = "sparsity_config"
 _SECTIONS = (*_QUANTIZATION_KEYS, _SPARSITY_KEY)
+_ORIGINAL = "original"
+"""Key of our section: the text of `config.json` before compression, compressed."""
+HOW_TO_LOAD = (
+    "Run `import slimtensors.transformers` before from_pretrained, or write the plain files again"
+    " with `slimtensors decompress`."
+)
+"""Note in our section for users who load a compressed folder without slimtensors."""
+
 _SPARSE_ONLY = {"quant_method", "version", _SPARSITY_KEY, "transform_config", "before"}
 """Keys of a section of compressed-tensors for weights that are sparse but not quantized."""
 
@@ -57,10 +66,53 @@ def update_config(folder: Path, edit: Edit) -> None:
 
 
 def edit_config_text(text: bytes, edit: Edit) -> bytes:
-    """Return the edited text of a `config.json`; the same bytes if `edit` changes nothing."""
+    """Return the edited text of a `config.json`; the same bytes if `edit` changes nothing.
+
+    A section of ours keeps the text from before compression, unless our own form of it is equal.
+    """
     config = _parse(text)
     edited = edit(config)
-    return text if edited == config else to_json_text(edited)
+    if _is_same(edited, config):
+        return text
+    original = _find_original(config, text)
+    if original is not None:
+        if _is_same(edited, _parse(original)):
+            return original
+        edited = _keep_original(edited, original)
+    return to_json_text(edited)
+
+
+def _is_same(a: Json, b: Json) -> bool:
+    """Return True if two documents have equal values of equal types, in any order of keys."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+def _find_original(config: Json, text: bytes) -> bytes | None:
+    """Return the text from before compression; None if it is not stored or was edited since."""
+    before = remove_compression(config)
+    if _is_same(before, config):
+        return text
+    packed = read_quantization_section(config).get(_ORIGINAL)
+    if packed is None:
+        return None
+    try:
+        original = unpack_text(str(packed), text_limit(len(text)))
+    except CorruptFileError as error:
+        raise ConfigError(f"{CONFIG}: {_ORIGINAL}: {error}") from error
+    return original if _is_same(_parse(original), before) else None
+
+
+def _keep_original(config: Json, original: bytes) -> Json:
+    """Return `config` with the text from before compression in our section, if it is needed."""
+    section = read_quantization_section(config)
+    before = remove_compression(config)
+    is_ours = section.get("quant_method") == METHOD and _is_same(before, _parse(original))
+    if not is_ours or to_json_text(before) == original:
+        return config
+    packed = pack_text(original)
+    if len(original) > text_limit(len(packed)):
+        return config
+    return set_section(config, {**section, _ORIGINAL: packed})
 
 
 def to_json_text(data: Json) -> bytes:
@@ -74,13 +126,21 @@ def resolve_folder(location: Location) -> Location:
 
 
 def find_other_files(location: Location) -> dict[str, Location]:
-    """Return all files except weights, their index and hidden files, by relative path."""
+    """Return all files except weights, their index and hidden files, by relative path.
+
+    `.gitattributes` is part of models on a hub. Other hidden files belong to programs, or are
+    private.
+    """
     weights, folder = set(weight_files(location)), resolve_folder(location)
     return {
         name: folder.child(name)
         for name in folder.walk()
-        if name not in weights and not any(part.startswith(".") for part in PurePath(name).parts)
+        if name not in weights and (name == ".gitattributes" or not _is_hidden(name))
     }
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in PurePath(name).parts)
 
 
 def read_quantization_sections(config: Json) -> dict[str, Json]:
@@ -159,6 +219,7 @@ def describe_compression(
             "dtype": _main_dtype(summary),
             "codecs": dict(sorted(codecs.items())),
             "bits_per_weight": round(8 * summary.stored_bytes / overall.items, 3),
+            "how_to_load": HOW_TO_LOAD,
         }
     config = add_section(config, section)
     is_sparse = bool(kinds & {"bitmask", "bitmask24"})
@@ -174,6 +235,7 @@ def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
         "preset": "lossless",
         "dtype": dtype_name(dtype),
         "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
+        "how_to_load": HOW_TO_LOAD,
     }
     return replace_sections(config, section)
 

@@ -2,16 +2,20 @@
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace as replace_fields
 from pathlib import Path, PurePath
 from typing import Any
 
 from slimtensors.archive import Archive, Progress
+from slimtensors.archive.decompress import make_exact_sources
 from slimtensors.archive.delta import (
     DeltaManifest,
     check_base_not_replaced,
+    find_restored,
     make_delta_source,
     make_restored_source,
 )
+from slimtensors.archive.originals import Originals
 from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary, merge_summaries
 from slimtensors.archive.write import ArchiveSource, write
@@ -20,7 +24,14 @@ from slimtensors.folder.compress import is_compressed
 from slimtensors.folder.config_json import METHOD, add_section, remove_compression
 from slimtensors.folder.job import replace_weights
 from slimtensors.folder.weights import FolderOptions
-from slimtensors.storage import DELTA, SINGLE, StrPath, weight_files, write_index
+from slimtensors.storage import (
+    DELTA,
+    SINGLE,
+    StrPath,
+    weight_files,
+    write_file_atomically,
+    write_index,
+)
 from slimtensors.tensor import Json
 
 
@@ -106,16 +117,30 @@ def restore_folder(
     changes, before = open_archive(delta, storage_options), open_archive(base, storage_options)
     source = make_restored_source(changes, before)
     manifest = DeltaManifest.from_archive(changes)
+    originals = find_restored(changes, source)
+    plain = replace_fields(source, originals=None)
+
+    def write_originals(folder: Path, originals: Originals) -> Summary:
+        parts = []
+        for file, exact in make_exact_sources(source, originals).items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            parts.append(write(exact, folder / file, options).summary())
+        if originals.index is not None:
+            name, text = originals.index
+            write_file_atomically(folder / name, text)
+        return merge_summaries(parts)
 
     def write_weights(folder: Path) -> Summary:
         if max_shard_size is not None:
-            return write(source, folder, options).summary()
+            return write(plain, folder, options).summary()
+        if originals is not None:
+            return write_originals(folder, originals)
         if manifest.files is None:
-            return write(source, folder / SINGLE, options).summary()
+            return write(plain, folder / SINGLE, options).summary()
         parts = []
         for file, names in manifest.files.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            parts.append(write(_select(source, names), folder / file, options).summary())
+            parts.append(write(_select(plain, names), folder / file, options).summary())
         if manifest.index is not None:
             write_index(folder, manifest.index, list(manifest.files))
         return merge_summaries(parts)
@@ -165,4 +190,5 @@ def _make_section(source: ArchiveSource, summary: Summary, base: Archive) -> Jso
             "tensors": dict(sorted(kinds.items())),
         },
         "bits_per_weight": round(8 * summary.stored_bytes / items, 3) if items else 0.0,
+        "how_to_load": "Run `slimtensors restore DELTA --base BASE -o MODEL` and load MODEL.",
     }

@@ -1,7 +1,7 @@
 """Write a model folder file by file, with one or several processes, resuming interrupted runs."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -10,7 +10,7 @@ from pathlib import Path
 from slimtensors import _core
 from slimtensors.archive import Archive
 from slimtensors.archive.summary import Summary, merge_summaries
-from slimtensors.errors import ConfigError, SlimError
+from slimtensors.errors import ConfigError, FormatError, SlimError
 from slimtensors.folder.build import BuildFolder, Record, open_build_folder
 from slimtensors.folder.config_json import (
     CONFIG,
@@ -92,9 +92,10 @@ def replace_weights(
     try:
         build.begin(None)
         try:
-            summary = build.put("files", "weights", write_weights).summary()
+            record = build.put("files", "weights", write_weights)
+            summary = record.summary()
             edit = _edit_with(describe, summary)
-            _copy_other_files(build, original, edit, SingleProcess())
+            _copy_other_files(build, original, edit, SingleProcess(), written=record.files)
             build.commit()
         except BaseException:
             build.drop()
@@ -109,10 +110,17 @@ def _edit_with(describe: DescribeWeights, summary: Summary) -> Edit:
 
 
 def _copy_other_files(
-    build: BuildFolder, source: Location, edit: Edit, group: ProcessGroup
+    build: BuildFolder,
+    source: Location,
+    edit: Edit,
+    group: ProcessGroup,
+    *,
+    written: Collection[str],
 ) -> None:
-    """Copy all files except weights; `config.json` last, edited."""
+    """Copy all files except weights; `config.json` last, edited. None may be `written` already."""
     others = find_other_files(source)
+    for name in others.keys() & set(written):
+        raise FormatError(f"{source}: {name}: also the name of a weight file to be written")
     config = others.pop(CONFIG, None)
     for name, original in others.items():
         build.copy(name, original)
@@ -200,10 +208,17 @@ class _Build:
         for record in records:
             weights.sparsity.update(record.sparsity)
         summary = merge_summaries([record.summary() for record in records])
+        written = list(summary.files)
+        index = weights.index
+        if weights.originals is None and (name := self._index_name(summary)):
+            index = name, to_json_text(_make_index(records, summary))
+        if index is not None:
+            written.append(index[0])
         edit = _edit_with(describe, summary)
-        _copy_other_files(self.folder, weights.archive.location, edit, weights.options.group)
-        if name := self._index_name(summary):
-            self.folder.write(name, to_json_text(_make_index(records, summary)))
+        source, group = weights.archive.location, weights.options.group
+        _copy_other_files(self.folder, source, edit, group, written=written)
+        if index is not None:
+            self.folder.write(*index)
         self.folder.commit()
         tensors = [replace(t, file=str(self.target.child(t.file))) for t in summary.tensors]
         return Summary(tensors, [str(self.target.child(file)) for file in summary.files])

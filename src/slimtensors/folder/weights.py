@@ -9,7 +9,9 @@ from typing import Self
 import torch
 
 from slimtensors.archive import Archive, Progress
+from slimtensors.archive.decompress import make_exact_sources
 from slimtensors.archive.dialects import PackedTensor
+from slimtensors.archive.originals import Originals, find_originals, store_originals
 from slimtensors.archive.write import (
     ArchiveSource,
     TensorSource,
@@ -80,18 +82,41 @@ class Weights:
     sparsity: dict[str, Sparsity] = field(default_factory=dict)
     """Sparsity of each tensor; filled while they are written."""
     min_part_bytes: int = MIN_PART_BYTES
+    keeps_originals: bool = False
+    """Whether to store the headers of the source's plain files."""
+    originals: Originals | None = None
+    """Plain files to write again, byte for byte."""
 
     @cached_property
     def sources(self) -> dict[str, ArchiveSource]:
         """File name -> content. If a shard size is set, one entry named like the index."""
+        if self.originals is not None:
+            return make_exact_sources(self.make_source(self.archive), self.originals)
         if self.options.max_shard_size is not None:
             return {INDEX: self.make_source(self.archive)}
         main, *shards = weight_files(self.archive.location)
         if not shards:
             return {main: self.make_source(self.archive)}
-        return {
+        sources = {
             file: self.make_source(self.archive.select(names))
             for file, names in self.archive.shards().items()
+        }
+        return self._add_originals(sources) if self.keeps_originals else sources
+
+    @property
+    def index(self) -> tuple[str, bytes] | None:
+        """Name and content of the index to write, if it is not a new one."""
+        return self.originals.index if self.originals is not None else None
+
+    def _add_originals(self, sources: dict[str, ArchiveSource]) -> dict[str, ArchiveSource]:
+        originals = find_originals(self.archive)
+        if store_originals(originals, self.archive.keys(), self.archive.path) is None:
+            return sources
+        assert originals is not None
+        parts = originals.divide([*sources])
+        return {
+            file: replace(source, originals=parts[file].to_json() if parts[file].headers else None)
+            for file, source in sources.items()
         }
 
     def file_sizes(self) -> list[FileSizes]:

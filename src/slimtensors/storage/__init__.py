@@ -31,6 +31,8 @@ from slimtensors.storage.reader import (
     is_inside,
     open_file,
     open_files,
+    parse_header,
+    parse_index,
     weight_files,
 )
 from slimtensors.storage.writer import (
@@ -78,6 +80,8 @@ __all__ = [
     "note_parameters",
     "open_file",
     "open_files",
+    "parse_header",
+    "parse_index",
     "parse_size",
     "remove_leftovers",
     "replace_folder",

@@ -92,6 +92,12 @@ class StoredFile:
         """Path or URL, for messages."""
         return self.source.name
 
+    @property
+    def raw_header(self) -> bytes:
+        """The first bytes of the file: length of the header, and the header with padding."""
+        width = self.header.size - 8
+        return struct.pack("<Q", width) + self.text.ljust(width)
+
     def read(self, entry: HeaderEntry, size: int | None = None) -> memoryview:
         """Return the bytes of a stored tensor, or the first `size`; valid until `release`."""
         begin, end = self.header.size + entry.begin, self.header.size + entry.end
@@ -148,9 +154,14 @@ def weight_files(where: Location) -> list[str]:
 
 def read_index(index: Location) -> dict[str, list[str]]:
     """Return the files listed in an index, and the tensors in each."""
+    return parse_index(index.read(), str(index))
+
+
+def parse_index(text: bytes, index: str) -> dict[str, list[str]]:
+    """Return the files listed in the `text` of an index, and the tensors in each."""
     shards: dict[str, list[str]] = {}
     try:
-        for name, file in json.loads(index.read())["weight_map"].items():
+        for name, file in json.loads(text)["weight_map"].items():
             shards.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{index}: invalid index of shards: {error!r}") from error
@@ -219,8 +230,8 @@ def _parse_header_size(start: bytes, available: int) -> int:
     return 8 + int(width)
 
 
-def parse_header(raw: bytes, available: int) -> Header:
-    """Parse a header and check it against the size of the file."""
+def parse_header(raw: bytes, available: int | None) -> Header:
+    """Parse a header and check it against the size of the file, if that is given."""
     try:
         table = json.loads(raw[8:].decode(), object_pairs_hook=_reject_duplicates)
     except FormatError:
@@ -237,7 +248,7 @@ def parse_header(raw: bytes, available: int) -> Header:
     except UnicodeEncodeError as error:
         raise CorruptFileError(f"a tensor name is not valid Unicode: {error}") from error
     entries = {name: _parse_entry(name, data) for name, data in table.items()}
-    _check_tiling(entries, available - len(raw))
+    _check_tiling(entries, None if available is None else available - len(raw))
     return Header(entries, metadata, len(raw))
 
 
@@ -265,7 +276,7 @@ def _parse_entry(name: str, data: Any) -> HeaderEntry:
     return HeaderEntry(spec, begin, end)
 
 
-def _check_tiling(entries: Mapping[str, HeaderEntry], available: int) -> None:
+def _check_tiling(entries: Mapping[str, HeaderEntry], available: int | None) -> None:
     """Raise unless the tensors cover the data exactly, without gaps or overlaps."""
     expected = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -275,7 +286,7 @@ def _check_tiling(entries: Mapping[str, HeaderEntry], available: int) -> None:
                 f"{name}: {problem}: expected offset {expected}, got {entry.begin}"
             )
         expected = entry.end
-    if expected != available:
+    if available is not None and expected != available:
         problem = "truncated" if expected > available else "bytes that belong to no tensor"
         raise CorruptFileError(f"{problem}: expected {expected} bytes of data, got {available}")
 

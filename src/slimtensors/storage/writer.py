@@ -104,11 +104,11 @@ class _Writers:
 class FileOutput(_Writers):
     """A single local file."""
 
-    def __init__(self, path: Path, *, reserve: int) -> None:
+    def __init__(self, path: Path, *, reserve: int, header: bytes | None = None) -> None:
         super().__init__()
         self._target = check_target(path)
         remove_leftovers(self._target)
-        self._writers.append(Writer(self._target, reserve=reserve))
+        self._writers.append(Writer(self._target, reserve=reserve, header=header))
 
     def add(self, pieces: Sequence[TensorBytes]) -> None:
         """Append the pieces of a tensor."""
@@ -221,7 +221,13 @@ class RemoteOutput:
     """A file or a folder of shards in an fsspec file system, written locally and uploaded."""
 
     def __init__(
-        self, where: RemoteLocation, *, is_folder: bool, max_shard_size: int | None, reserve: int
+        self,
+        where: RemoteLocation,
+        *,
+        is_folder: bool,
+        max_shard_size: int | None,
+        reserve: int,
+        header: bytes | None = None,
     ) -> None:
         if is_folder and any(name.endswith(".safetensors") for name in _list_files(where)):
             raise ConfigError(f"{where} contains a model; remove it or choose another folder")
@@ -231,7 +237,7 @@ class RemoteOutput:
         output: Output = (
             FolderOutput(self._folder, max_shard_size=max_shard_size, reserve=reserve)
             if is_folder
-            else FileOutput(self._folder / where.name, reserve=reserve)
+            else FileOutput(self._folder / where.name, reserve=reserve, header=header)
         )
         self._output = self._resources.enter_context(output)
 
@@ -323,14 +329,16 @@ class Writer:
     """A safetensors file that is written under a temporary name beside its target.
 
     The header is first in the file but written last: `reserve` bytes are kept free for it. If it
-    is larger, `finish` moves the data, which costs a second copy. `discard` removes the file
-    unless it was committed.
+    is larger, `finish` moves the data, which costs a second copy. With `header`, these bytes are
+    written instead; the tensors must be added in the order of its offsets. `discard` removes the
+    file unless it was committed.
     """
 
-    def __init__(self, target: Path, *, reserve: int) -> None:
+    def __init__(self, target: Path, *, reserve: int, header: bytes | None = None) -> None:
         touch = partial(Path.touch, exist_ok=False)
         self._temporary, self._descriptor = create_temporary(target, touch)
-        self._reserve = max(ceil_div(reserve, 8) * 8, 16)
+        self._header = header
+        self._reserve = max(ceil_div(reserve, 8) * 8, 16) if header is None else len(header)
         self._entries: dict[str, HeaderEntry] = {}
         self.checksums: dict[str, int | None] = {}
         self.size = 0
@@ -358,8 +366,10 @@ class Writer:
 
         `describe` returns the metadata from the text of the header table.
         """
-        table = header_table({name: self._entries[name] for name in order})
-        raw = pack_header(table, describe(table), size=self._reserve)
+        raw = self._header
+        if raw is None:
+            table = header_table({name: self._entries[name] for name in order})
+            raw = pack_header(table, describe(table), size=self._reserve)
         if len(raw) > self._reserve:
             self._move_data(len(raw))
         self._file.seek(0)

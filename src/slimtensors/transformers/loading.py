@@ -73,6 +73,8 @@ class SlimConfig(QuantizationConfigMixin):
         before: Json | None = None,
         run_compressed: bool = False,
         delta: Json | None = None,
+        how_to_load: str | None = None,
+        original: str | None = None,
         **unknown: Any,
     ) -> None:
         if delta is not None:
@@ -86,7 +88,7 @@ class SlimConfig(QuantizationConfigMixin):
                 f" supported version {VERSION}; upgrade slimtensors"
             )
         known = {"version", "preset", "dtype", "codecs", "bits_per_weight", "before"}
-        known |= {"run_compressed"}
+        known |= {"run_compressed", "how_to_load", "original"}
         for key in unknown:
             raise ConfigError(
                 f"config.json: quantization_config: unknown key {key!r}; {suggest(key, known)}"
@@ -99,6 +101,8 @@ class SlimConfig(QuantizationConfigMixin):
         self.bits_per_weight = bits_per_weight
         self.before = before or {}
         self.run_compressed = run_compressed
+        self.how_to_load = how_to_load
+        self.original = original
 
 
 @register_quantizer(METHOD)

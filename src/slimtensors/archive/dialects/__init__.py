@@ -76,6 +76,8 @@ class Contents:
     """How tensors differ from a base."""
     owners: Mapping[str, str]
     """Entry -> tensor it belongs to."""
+    sources: Mapping[str, Mapping[str, Any]]
+    """File -> the key `source` of its manifest (`slimtensors.archive.originals`)."""
 
 
 def read_contents(files: Sequence[StoredFile]) -> Contents:
@@ -87,6 +89,7 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     tied: list[tuple[str, str, StoredFile]] = []
     tree: Json | None = None
     delta: Mapping[str, Any] | None = None
+    sources: dict[str, Mapping[str, Any]] = {}
     for file in files:
         entries = file.header.entries
         for name in stored.keys() & entries.keys():
@@ -105,6 +108,8 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
             tied += [(name, home, file) for name, home in manifest.tied.items()]
             tree = manifest.tree if tree is None else tree
             delta = manifest.delta if delta is None else delta
+            if manifest.source is not None:
+                sources[file.name] = manifest.source
         stored |= found
     if unclaimed:
         groups += compressed_tensors.find_foreign_groups(unclaimed)
@@ -115,7 +120,8 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     owners = {key: key for key in stored} | {
         key: group.name for group in groups for key in group.keys
     }
-    return Contents(result | {name: result[home] for name, home, _ in tied}, tree, delta, owners)
+    result |= {name: result[home] for name, home, _ in tied}
+    return Contents(result, tree, delta, owners, sources)
 
 
 def _make_members(
