@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
 CPP := $(wildcard cpp/*/*.h cpp/*/*.cpp)
 
-.PHONY: demo test test-long lint docs bench clean
+.PHONY: demo test test-long test-python test-arm lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -17,6 +17,20 @@ test: $(VENV)/developing lint
 # Sweeps, long fuzzing and kills: the tests marked `long`, which `make test` leaves out.
 test-long: $(VENV)/developing
 	$(BIN)/pytest -m long -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The suite without slow tests on another Python, in .venv-VERSION. torch may be the CUDA build of 5 GB there.
+PYTHON ?= python3.12
+OTHER = .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+test-python:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --upgrade pip
+	$(OTHER)/bin/pip install --quiet --constraint constraints.txt --group dev --editable '.[remote,transformers]'
+	$(OTHER)/bin/pytest -m 'not slow and not long' -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The C++ core compiled for aarch64 and tested in an emulator, against the answers of x86-64.
+test-arm:
+	command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 || apt-get install -y g++-aarch64-linux-gnu qemu-user cmake
+	cpp/tests/run.sh aarch64
 
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check
