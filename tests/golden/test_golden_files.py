@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from slimtensors.distributed import StorageReader
 from torch.distributed import checkpoint as dcp
 
 import slimtensors
+from slimtensors import _core
 from slimtensors.checkpoint import load_checkpoint
 from slimtensors.checkpoint.run import verify_run
 from slimtensors.codecs import names
@@ -105,6 +109,17 @@ def make_blank(value):
         case {"type": "list", "items": parts}:
             return [make_blank(part) for part in parts]
     return None
+
+
+@pytest.mark.parametrize("cpu", ["plain", "avx2"])
+def test_all_kernels_read_and_write_the_same_bytes(cpu):
+    levels = ["plain", "avx2", "avx512"]
+    if levels.index(cpu) > levels.index(_core.cpu()):
+        pytest.skip(f"this processor lacks {cpu}")
+    environment = {**os.environ, "SLIMTENSORS_CPU": cpu, "PYTHONPATH": str(GOLDEN.parent)}
+    command = [sys.executable, GOLDEN / "programs" / "check_bytes.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, cpu), done.stderr
 
 
 def list_codecs(node):
