@@ -136,7 +136,7 @@ def test_retention_keeps_the_last_the_best_and_every_nth(tmp_path):
 
 
 def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path, monkeypatch):
-    import slimtensors.checkpoint.loop as loop
+    import slimtensors.checkpoint.loop_folder as loop
 
     removed = []
 
@@ -325,7 +325,12 @@ def test_an_unreadable_checkpoint_is_kept_and_reported(tmp_path, caplog, capsys,
     assert start == (2 if step == 3 else 3)
     assert f"{name}: unreadable checkpoint left as it is" in caplog.text
     assert names(folder)[-1] == "step-00000005"
-    assert content(folder / name) == before
+    is_renamed = step == 3 and kind not in ("a newer version", "another program's")
+    kept = folder / f"damaged-{name}" if is_renamed else folder / name
+    assert content(kept) == {
+        kept / path.relative_to(folder / name): x for path, x in before.items()
+    }
+    assert kept.name in verify_run(folder).damaged
     assert (folder / "logs").is_dir()
 
 
@@ -339,8 +344,11 @@ def test_the_base_of_an_unreadable_delta_is_kept(tmp_path, kind):
         ckpt.step()
         ckpt.step()
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    manifest.write_bytes(raw)
-    load_checkpoint(tmp_path / "step-00000002")
+    folder = tmp_path / "step-00000002"
+    if not folder.exists():
+        folder = tmp_path / "damaged-step-00000002"
+    (folder / "checkpoint.json").write_bytes(raw)
+    load_checkpoint(folder)
 
 
 def test_an_unreadable_keyframe_fails_resume_and_its_deltas_are_kept(tmp_path):
@@ -348,16 +356,16 @@ def test_an_unreadable_keyframe_fails_resume_and_its_deltas_are_kept(tmp_path):
     manifest = tmp_path / "step-00000001" / "checkpoint.json"
     raw = manifest.read_bytes()
     damage(manifest, "a flipped bit")
-    with pytest.raises(FormatError, match="none of the 1 checkpoints"), start_loop(Run(), tmp_path):
+    with pytest.raises(FormatError, match="none of the 2 checkpoints"), start_loop(Run(), tmp_path):
         pass
     manifest.write_bytes(raw)
     with start_loop(Run(), tmp_path) as ckpt:
         assert ckpt.start == 2
 
 
-def test_a_save_at_the_step_of_an_unreadable_checkpoint_uses_another_name(tmp_path):
+def test_a_save_at_the_step_of_a_checkpoint_of_another_program_uses_another_name(tmp_path):
     save_all(tmp_path, [2, 1], base="auto")
-    damage(tmp_path / "step-00000002" / "checkpoint.json", "an empty file")
+    damage(tmp_path / "step-00000002" / "checkpoint.json", "another program's")
     with start_loop(Run(), tmp_path, every=1) as ckpt:
         ckpt.step()
     assert names(tmp_path) == ["step-00000001", "step-00000002-2"]

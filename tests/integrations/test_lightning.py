@@ -111,3 +111,13 @@ def test_checkpoints_of_the_same_name_are_replaced(tmp_path):
     with pytest.raises(ConfigError, match="storage_options"):
         plugin.save_checkpoint({}, tmp_path / "x", storage_options=1)
     save_checkpoint({"x": torch.ones(1)}, tmp_path / "other")
+
+
+def test_a_damaged_base_is_not_used(tmp_path, caplog):
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.randn(64, 64)}}
+    plugin.save_checkpoint({**state, "global_step": 0}, tmp_path / "0.ckpt")
+    (tmp_path / "0.ckpt" / "state.safetensors").write_bytes(b"")
+    plugin.save_checkpoint({**state, "global_step": 1}, tmp_path / "1.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+    assert "saved in full, because the base cannot be read" in caplog.text

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from slimtensors.checkpoint import points, verify_run
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.transformers.trainer import SlimCheckpoints
 
 pytestmark = [
@@ -110,3 +110,19 @@ def test_an_old_run_is_not_overwritten(tmp_path):
         ConfigError, match="contains checkpoint-3, but training resumes from step 0"
     ):
         trained(tmp_path, SlimCheckpoints(every=3), Stop(3))
+
+
+def test_training_continues_past_a_damaged_checkpoint(tmp_path):
+    trained(tmp_path, SlimCheckpoints(every=3, keep_last=2), Stop(6))
+    state = tmp_path / "checkpoint-6" / "state.safetensors"
+    raw = bytearray(state.read_bytes())
+    raw[-9] ^= 1
+    state.write_bytes(raw)
+    older = str(tmp_path / "checkpoint-3")
+    with pytest.raises(CorruptFileError, match=f"pass resume_from_checkpoint='{older}'"):
+        trained(tmp_path, SlimCheckpoints(every=3), resume=True)
+    trained(tmp_path, SlimCheckpoints(every=3, keep_last=2), Stop(6), resume=older)
+    assert (tmp_path / "damaged-checkpoint-6").is_dir()
+    trained(tmp_path, SlimCheckpoints(every=3, keep_last=1), Stop(9), resume=True)
+    assert points(tmp_path)[-1].name == "checkpoint-9"
+    assert list(verify_run(tmp_path).damaged) == ["damaged-checkpoint-6"]

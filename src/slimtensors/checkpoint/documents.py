@@ -28,10 +28,12 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def read_document(path: Path) -> str:
     """Return the text of a regular file; raise `FormatError` for anything else."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise FormatError(f"{path} is not a regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise FormatError(f"{path} is not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
         if found.st_size > _MAX_BYTES:
             raise FormatError(f"{path}: {found.st_size} bytes are too large for a manifest")
         raw = file.read()

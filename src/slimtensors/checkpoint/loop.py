@@ -1,32 +1,32 @@
 """Checkpoints in a training loop: background saves, retention, resume."""
 
-import itertools
 import logging
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import torch
 from torch import nn
 
+from slimtensors.archive import inspect
+from slimtensors.checkpoint.integrity import is_ours
+from slimtensors.checkpoint.loop_folder import LoopFolder
+from slimtensors.checkpoint.metrics import check_metrics, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
+    DAMAGED,
     Point,
     Retention,
-    choose_base,
-    count_since_keyframe,
-    find_mentioned,
     find_unreadable,
-    include_bases,
     list_checkpoints,
-    reduce_to_history,
     remove_incomplete,
+    save_with_base,
     select_resumable,
 )
 from slimtensors.checkpoint.snapshot import Snapshot
@@ -37,10 +37,10 @@ from slimtensors.checkpoint.state import (
     is_stateful,
     restore_checkpoint,
 )
-from slimtensors.checkpoint.store import FlatState, Saved, SaveOptions, load_checkpoint, save_state
+from slimtensors.checkpoint.store import STATE, FlatState, Saved, SaveOptions, load_checkpoint
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
-from slimtensors.storage.atomic import lock_folder, remove_folder
+from slimtensors.storage.atomic import lock_folder
 
 _log = logging.getLogger(__name__)
 
@@ -248,8 +248,10 @@ class Checkpointing:
         self._objects, self._options = objects, options
         self._is_restored = start is not None
         self._done = self.start
-        self._since_keyframe = 0
-        """Number of saves since the last keyframe."""
+        self._folder = LoopFolder(run, options.name, threads=options.threads)
+        self._newest: Saved | None = None
+        """The checkpoint of the last saved or resumed step."""
+        self._has_saved = False
         self._snapshot = Snapshot()
         self._saving: Future[Saved] | None = None
         self._is_terminating = False
@@ -282,13 +284,15 @@ class Checkpointing:
                 error.add_note(f"the pending checkpoint was not saved either: {failure}")
 
     def step(
-        self, step: int | None = None, *, epoch: int | None = None, **metrics: float
+        self, step: int | None = None, *, epoch: int | None = None, **metrics: SupportsFloat
     ) -> Saved | None:
         """Count a completed training step, and save if a checkpoint is due.
 
-        `step` is the number of completed steps, by default one more than before. Return the result
-        of the save, or None if there was none or it runs in the background.
+        `step` is the number of completed steps, by default one more than before. Metrics are
+        numbers, or tensors and arrays of one item. Return the result of the save, or None if there
+        was none or it runs in the background.
         """
+        check_metrics(metrics)
         self._done = self._done + 1 if step is None else step
         if self._saving is not None and self._saving.done():
             self.wait()
@@ -298,15 +302,33 @@ class Checkpointing:
             raise SystemExit(128 + signal.SIGTERM)
         return self.save(epoch=epoch, **metrics) if self._done % self._options.every == 0 else None
 
-    def save(self, *, epoch: int | None = None, **metrics: float) -> Saved | None:
-        """Save now, whether a checkpoint is due or not."""
+    def save(self, *, epoch: int | None = None, **metrics: SupportsFloat) -> Saved | None:
+        """Save now, whether a checkpoint is due or not.
+
+        If the step was saved already, nothing is written, unless the metrics or the epoch are new:
+        then the checkpoint is replaced by one that has them too.
+        """
+        check_metrics(metrics)
+        numbers = read_metrics(metrics)
         self.wait()
-        state = self._objects.build(self._done, epoch, metrics)
+        old = self._newest if self._newest and self._newest.manifest.step == self._done else None
+        if old is not None:
+            known = old.manifest
+            is_new = any(repr(known.metrics.get(name)) != repr(x) for name, x in numbers.items())
+            if not is_new and epoch in (None, known.epoch):
+                return old
+            if not self._has_saved:
+                _log.warning("%s: resumed from this step; new metrics are not stored", old.path)
+                return old
+            numbers = {**known.metrics, **numbers}
+            epoch = known.epoch if epoch is None else epoch
+        self._check_best(numbers)
+        state = self._objects.build(self._done, epoch, numbers)
         files = self._objects.files() if self._objects.files else {}
         if not self._options.is_async:
-            return self._write(FlatState.of(state), self._done, files)
+            return self._write(FlatState.of(state), self._done, files, old)
         snapshot = self._snapshot.take(state)
-        self._saving = self._pool.submit(self._write, snapshot, self._done, files)
+        self._saving = self._pool.submit(self._write, snapshot, self._done, files, old)
         return None
 
     def wait(self) -> None:
@@ -315,47 +337,39 @@ class Checkpointing:
         if saving is not None:
             saving.result()
 
-    def _write(self, state: FlatState, step: int, files: Mapping[str, bytes]) -> Saved:
-        """Save, and only then remove old checkpoints."""
+    def _write(
+        self, state: FlatState, step: int, files: Mapping[str, bytes], old: Saved | None
+    ) -> Saved:
+        """Save, and only then remove old checkpoints; `old` is a checkpoint to replace."""
         options = self._options
-        points = list_checkpoints(self.run)
-        base = choose_base(points, options.base, self._since_keyframe, options.keyframe_every)
-        saved = save_state(
-            state,
-            self._choose_folder(step),
-            SaveOptions(
-                base.path if base else None,
-                options.profile,
-                files=files,
-                threads=options.threads,
-            ),
-        )
-        self._since_keyframe = self._since_keyframe + 1 if base else 0
+        save = SaveOptions(profile=options.profile, files=files, threads=options.threads)
+        if old is not None:
+            base = old.manifest.base
+            save = replace(save, base=self.run / base.name if base else None, replace=True)
+            saved = save_with_base(state, old.path, save)
+        else:
+            path = self._folder.choose_path(step)
+            point = self._folder.choose_base(options.base, options.keyframe_every)
+            save = replace(save, base=point.path if point else None)
+            saved = save_with_base(state, path, save)
+            self._folder.count_save(saved)
+        self._newest, self._has_saved = saved, True
         _log.info("%s", saved)
-        self._apply_retention()
+        self._folder.apply_retention(options.retention, keep_history=options.keep_history)
         if options.on_commit:
             options.on_commit(saved.path)
         return saved
 
-    def _choose_folder(self, step: int) -> Path:
-        """Return the folder of a step, with a suffix if an unreadable checkpoint has that name."""
-        name = self._options.name.format(step)
-        names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
-        unreadable = find_unreadable(self.run)
-        return next(self.run / name for name in names if name not in unreadable)
-
-    def _apply_retention(self) -> None:
+    def _check_best(self, metrics: Mapping[str, float]) -> None:
+        """Log a warning at the first save if the metric of `keep_best` is unknown."""
+        best = self._options.retention.best
+        if best is None or self._has_saved or best in metrics:
+            return
         points = list_checkpoints(self.run)
-        keep = self._options.retention.select(select_resumable(points))
-        keep |= include_bases(find_mentioned(find_unreadable(self.run), self.run, points), points)
-        # Newest first: a delta is removed before its base, so that none is left without a base.
-        for point in reversed(select_resumable(points)):
-            if point.name in keep:
-                continue
-            if self._options.keep_history:
-                reduce_to_history(point, list_checkpoints(self.run), threads=self._options.threads)
-            else:
-                remove_folder(point.path)
+        known = sorted({*metrics, *(name for point in points for name in point.manifest.metrics)})
+        if best not in known:
+            names = ", ".join(known) or "none"
+            _log.warning("keep_best: no metric named %r so far; known metrics: %s", best, names)
 
     def _resume(self) -> None:
         points = select_resumable(list_checkpoints(self.run))
@@ -371,24 +385,44 @@ class Checkpointing:
                 state = load_checkpoint(point.path, threads=self._options.threads)
             except (FormatError, MismatchError) as error:
                 _log.warning("%s: cannot resume, trying an older checkpoint: %s", point.path, error)
+                self._folder.integrity.record(point, str(error))
                 continue
+            self._folder.integrity.record(point)
             self._objects.restore(state)
             self.resumed = state
-            self.start = self._done = point.manifest.step or 0
-            self._since_keyframe = count_since_keyframe(points)
+            self._continue_from(point, points)
             return
-        if points:
-            raise FormatError(f"{self.run}: none of the {len(points)} checkpoints can be read")
+        self._check_unreadable(len(points))
+
+    def _continue_from(self, point: Point, points: Sequence[Point]) -> None:
+        self.start = self._done = point.manifest.step or 0
+        self._folder.count_since_keyframe(points[: points.index(point) + 1])
+        if self._folder.is_own(point):
+            summary = inspect(point.path / STATE)
+            self._newest = Saved(point.path, point.manifest, summary)
+
+    def _check_unreadable(self, damaged: int) -> None:
+        """Raise `FormatError` if there are checkpoints but none to resume from."""
+        if not self._options.resume:
+            return
+        lost = [name for name in find_unreadable(self.run) if not name.startswith(DAMAGED)]
+        count = damaged + sum(map(is_ours, (self.run / name for name in lost)))
+        if count:
+            raise FormatError(
+                f"{self.run}: none of the {count} checkpoints can be read; repair them, or move"
+                " them to another folder to start from the beginning"
+            )
 
     def _check_newest(self, points: Sequence[Point]) -> None:
-        """Raise `ConfigError` if there are checkpoints of later steps than `start`."""
-        newer = [point for point in points if (point.manifest.step or 0) > self.start]
-        if newer:
-            raise ConfigError(
-                f"{self.run} contains {newer[-1].name}, but training resumes from step"
-                f" {self.start}; remove the newer checkpoint first"
-            )
-        self._since_keyframe = count_since_keyframe(points)
+        """Raise `ConfigError` if there are intact checkpoints of later steps than `start`."""
+        for point in reversed(points):
+            if (point.manifest.step or 0) > self.start and self._folder.integrity.is_intact(point):
+                raise ConfigError(
+                    f"{self.run} contains {point.name}, but training resumes from step"
+                    f" {self.start}; remove the newer checkpoint first"
+                )
+        older = [point for point in points if (point.manifest.step or 0) <= self.start]
+        self._folder.count_since_keyframe(older)
 
     def _handle_sigterm(self, stack: ExitStack) -> None:
         """Set a flag on SIGTERM unless a handler is installed."""

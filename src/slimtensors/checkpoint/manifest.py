@@ -27,7 +27,7 @@ VERSION = 2
 """Version 1 has no checksum."""
 UNSEALED = "format version 1 has no checksum: changes of checkpoint.json are not detected"
 """Note on a checkpoint of version 1."""
-_FORMAT = "slimtensors checkpoint"
+FORMAT = "slimtensors checkpoint"
 _CHECKSUM = "crc32c"
 _SEAL = f',\n  "{_CHECKSUM}": '
 
@@ -69,7 +69,7 @@ class CheckpointManifest:
         """Return strict JSON with a checksum at the end."""
         base = {"name": self.base.name, "id": self.base.id} if self.base else None
         data: Json = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "version": VERSION,
             "id": self.id,
             "step": self.step,
@@ -87,7 +87,7 @@ class CheckpointManifest:
     @classmethod
     def from_text(cls, text: str) -> "CheckpointManifest":
         """Parse the JSON form and check all of it."""
-        fields = parse_object(text, _FORMAT, strict=lambda version: version > 1)
+        fields = parse_object(text, FORMAT, strict=lambda version: version > 1)
         version = fields.integer("version")
         check_version(version, VERSION)
         if version > 1 and not is_sealed(text, _SEAL):

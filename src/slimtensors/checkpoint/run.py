@@ -1,9 +1,11 @@
 """Runs: folders of checkpoints. List, verify and repair them; choose bases; apply retention."""
 
+import itertools
 import logging
+import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slimtensors import archive
@@ -26,6 +28,9 @@ from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import find_leftovers, lock_folder, remove_folder
 
 _log = logging.getLogger(__name__)
+
+DAMAGED = "damaged-"
+"""Prefix of folders that were set aside because their step was saved again."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ def state_file(path: StrPath) -> StrPath:
 
 def list_checkpoints(run: StrPath) -> list[Point]:
     """Return the complete checkpoints of a run, the newest last."""
-    manifests = ((folder, _try_read_manifest(folder)) for folder in _list_folders(local_path(run)))
+    folders = (p for p in _list_folders(local_path(run)) if not p.name.startswith(DAMAGED))
+    manifests = ((folder, _try_read_manifest(folder)) for folder in folders)
     points = [Point(folder, manifest) for folder, manifest in manifests if manifest is not None]
     return sorted(points, key=lambda point: point.order)
 
@@ -168,7 +174,7 @@ def _list_folders(run: Path) -> Iterator[Path]:
 def _try_read_manifest(folder: Path) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
-    except (FormatError, IsADirectoryError):
+    except FormatError:
         return None
 
 
@@ -176,9 +182,11 @@ def _find_manifest_error(folder: Path) -> str:
     """Return why the manifest of a checkpoint folder is unreadable, or an empty string."""
     if not any((folder / name).exists() for name in (MANIFEST, STATE)):
         return ""
+    if folder.name.startswith(DAMAGED):
+        return "set aside as damaged; its step was saved again"
     try:
         read_manifest(folder)
-    except (FormatError, IsADirectoryError) as error:
+    except FormatError as error:
         return str(error)
     return ""
 
@@ -202,26 +210,32 @@ class Retention:
         if self.best_is not in ("min", "max"):
             raise ConfigError(f"best_is must be 'min' or 'max', got {self.best_is!r}")
 
-    def select(self, points: Sequence[Point]) -> set[str]:
-        """Return the names to keep, including bases. The newest checkpoint is always kept."""
+    def select(
+        self, points: Sequence[Point], is_intact: Callable[[Point], bool] = lambda point: True
+    ) -> set[str]:
+        """Return the names to keep, including bases; the newest intact one is always kept.
+
+        Damaged checkpoints do not count as last or best. `is_intact` is called only as needed.
+        """
         if self.last is None and self.every is None and self.best is None:
             return {point.name for point in points}
-        keep = [point.name for point in points[-(self.last or 1) :]]
+        newest = filter(is_intact, reversed(points))
+        keep = [point.name for point in itertools.islice(newest, self.last or 1)]
         if self.every is not None:
             steps = ((point, point.manifest.step) for point in points)
             keep += [p.name for p, step in steps if step is not None and step % self.every == 0]
         if self.best is not None:
-            keep += self._find_best(points, self.best)
+            keep += self._find_best(points, self.best, is_intact)
         return include_bases(keep, points)
 
-    def _find_best(self, points: Sequence[Point], metric: str) -> list[str]:
+    def _find_best(
+        self, points: Sequence[Point], metric: str, is_intact: Callable[[Point], bool]
+    ) -> list[str]:
         sign = 1 if self.best_is == "min" else -1
-        candidates = [
-            (sign * point.manifest.metrics[metric], point.name)
-            for point in points
-            if metric in point.manifest.metrics
-        ]
-        return [min(candidates)[1]] if candidates else []
+        values = ((point.manifest.metrics.get(metric, math.nan), point) for point in points)
+        candidates = [(sign * value, point) for value, point in values if not math.isnan(value)]
+        ranked = (point for _, point in sorted(candidates, key=lambda pair: pair[0]))
+        return [point.name for point in itertools.islice(filter(is_intact, ranked), 1)]
 
 
 def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
@@ -278,18 +292,32 @@ def count_since_keyframe(points: Sequence[Point]) -> int:
     return len(points) - 1 - keyframes[-1] if keyframes else 0
 
 
+def save_with_base(state: FlatState, path: Path, options: SaveOptions) -> Saved:
+    """Save a delta of `options.base`, or in full with a warning if the base cannot be read."""
+    try:
+        return save_state(state, path, options)
+    except (FormatError, MismatchError) as error:
+        if options.base is None:
+            raise
+        _log.warning("%s: saved in full, because the base cannot be read: %s", path, error)
+        return save_state(state, path, replace(options, base=None))
+
+
 def reduce_to_history(
     point: Point, points: Sequence[Point], *, threads: int | None = None
-) -> Saved:
+) -> Saved | None:
     """Replace a checkpoint by its weights in bf16, as a delta of an earlier one if there is any.
 
-    The checkpoint is removed once its replacement is complete.
+    The checkpoint is removed once its replacement is complete. Return None if the replacement
+    existed already, as after an interruption between both steps.
     """
-    state = FlatState.of(StoredState(point.path).load_state(threads=threads))
     path = point.path.with_name(f"{point.name}-{HISTORY}")
-    base = _choose_history_base(points)
-    options = SaveOptions(base.path if base else None, profile=HISTORY, threads=threads)
-    saved = save_state(state, path, options)
+    saved, step = None, point.manifest.step
+    if not any(other.path == path and other.manifest.step == step for other in points):
+        state = FlatState.of(StoredState(point.path).load_state(threads=threads))
+        base = _choose_history_base(points)
+        options = SaveOptions(base.path if base else None, profile=HISTORY, threads=threads)
+        saved = save_with_base(state, path, options)
     remove_folder(point.path)
     return saved
 

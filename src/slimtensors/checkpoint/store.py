@@ -25,6 +25,7 @@ from slimtensors.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from slimtensors.checkpoint.metrics import read_metrics
 from slimtensors.checkpoint.profiles import (
     WEIGHT_MATRICES,
     Filter,
@@ -129,7 +130,7 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
         profile=stored.manifest.profile,
         errors=stored.manifest.errors,
     )
-    return _write(state, target, content, threads=threads)
+    return _write(state, target, content, SaveOptions(threads=threads))
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class SaveOptions:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Additional small files to write into the folder."""
     threads: int | None = None
+    replace: bool = False
+    """Replace an existing checkpoint once the new one is complete."""
 
 
 def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
@@ -199,7 +202,7 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
     else:
         base = _open_base(options.base, path) if options.base is not None else None
         content = _encode(state, profile, lossy, base)
-    return _write(state, path, content, files=options.files, threads=options.threads)
+    return _write(state, path, content, options)
 
 
 @dataclass(frozen=True)
@@ -239,18 +242,11 @@ def _encode(
     )
 
 
-def _write(
-    state: FlatState,
-    path: StrPath,
-    content: _Content,
-    *,
-    files: Mapping[str, bytes] | None = None,
-    threads: int | None,
-) -> Saved:
-    with create_folder(path) as folder:
+def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOptions) -> Saved:
+    with create_folder(path, replace=options.replace) as folder:
         file = folder / STATE
-        options = WriteOptions(preset=content.preset, threads=threads)
-        summary = write(content.source, file, options).summary()
+        coding = WriteOptions(preset=content.preset, threads=options.threads)
+        summary = write(content.source, file, coding).summary()
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
         manifest = CheckpointManifest(
             id=content_id(file),
@@ -263,7 +259,7 @@ def _write(
             base=content.base,
             errors={**measured, **content.errors},
         )
-        for name, raw in (files or {}).items():
+        for name, raw in options.files.items():
             write_file_atomically(folder / name, raw)
         write_manifest(folder, manifest)
     exact = (t for t in summary.tensors if t.name in content.rounded and t.error is None)
@@ -283,9 +279,7 @@ def _find_number(state: Mapping[str, Any], *keys: str) -> int | None:
 
 def _find_metrics(state: Mapping[str, Any]) -> dict[str, float]:
     metrics = state.get("metrics")
-    if not isinstance(metrics, dict):
-        return {}
-    return {str(k): float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+    return read_metrics(metrics) if isinstance(metrics, dict) else {}
 
 
 def _open_base(base: StrPath, path: StrPath) -> "StoredState":

@@ -10,8 +10,15 @@ from torch.utils._pytree import tree_map
 
 from slimtensors.checkpoint import Point, list_checkpoints, load_checkpoint
 from slimtensors.checkpoint.profiles import Profile, find_profile
-from slimtensors.checkpoint.run import choose_base, count_since_keyframe, include_bases
-from slimtensors.checkpoint.store import FlatState, SaveOptions, save_state
+from slimtensors.checkpoint.run import (
+    choose_base,
+    count_since_keyframe,
+    find_mentioned,
+    find_unreadable,
+    include_bases,
+    save_with_base,
+)
+from slimtensors.checkpoint.store import FlatState, SaveOptions
 from slimtensors.errors import ConfigError
 from slimtensors.storage import local_path, replace_folder
 from slimtensors.storage.atomic import remove_folder, write_file_atomically
@@ -58,7 +65,7 @@ class SlimCheckpointIO(CheckpointIO):
         new = target.with_name(f"{target.name}.new") if target.exists() else target
         base = self._next_base(target) if target.parent.is_dir() else None
         options = SaveOptions(base.path if base else None, self._profile, threads=self._threads)
-        save_state(FlatState.of(checkpoint), new, options)
+        save_with_base(FlatState.of(checkpoint), new, options)
         if new != target:
             replace_folder(new, target)
 
@@ -85,7 +92,9 @@ class SlimCheckpointIO(CheckpointIO):
             write_file_atomically(target / _REMOVED, b"")
         found = list_checkpoints(target.parent)
         removed = {point.name for point in found if (point.path / _REMOVED).exists()}
-        keep = include_bases((point.name for point in found if point.name not in removed), found)
+        needed = {point.name for point in found} - removed
+        needed |= find_mentioned(find_unreadable(target.parent), target.parent, found)
+        keep = include_bases(needed, found)
         for point in reversed(found):
             if point.name not in keep:
                 remove_folder(point.path)

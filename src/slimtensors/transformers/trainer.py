@@ -11,12 +11,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from slimtensors.checkpoint import load_checkpoint
+from slimtensors.checkpoint import list_checkpoints, load_checkpoint
+from slimtensors.checkpoint.integrity import RunIntegrity
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
+from slimtensors.checkpoint.metrics import read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
-from slimtensors.checkpoint.run import Retention
+from slimtensors.checkpoint.run import Retention, select_resumable
 from slimtensors.checkpoint.state import Stateful, restore_rng
-from slimtensors.errors import ConfigError, MismatchError
+from slimtensors.errors import ConfigError, FormatError, MismatchError
 
 
 class SlimCheckpoints(TrainerCallback):
@@ -95,7 +97,7 @@ class SlimCheckpoints(TrainerCallback):
         run = Path(args.output_dir)
         if state.global_step:
             point = run / self._options.name.format(state.global_step)
-            checkpoint = load_checkpoint(point)
+            checkpoint = _load(point)
             for name in self._parts.keys() - checkpoint.keys():
                 raise MismatchError(
                     f"{point}: no state of {name!r}; the checkpoint was saved without it"
@@ -143,6 +145,18 @@ class SlimCheckpoints(TrainerCallback):
             loop.__exit__(None, None, None)
 
 
+def _load(path: Path) -> dict[str, Any]:
+    """Load a checkpoint; if it is damaged, name the newest one that is intact."""
+    try:
+        return load_checkpoint(path)
+    except (FormatError, MismatchError) as error:
+        integrity = RunIntegrity(path.parent)
+        points = select_resumable(list_checkpoints(path.parent))
+        intact = next((point for point in reversed(points) if integrity.is_intact(point)), None)
+        advice = f"pass resume_from_checkpoint={str(intact.path)!r}" if intact else "none is intact"
+        raise type(error)(f"{error}; {advice}") from error
+
+
 def _check_arguments(args: TrainingArguments) -> None:
     if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
         raise ConfigError("SlimCheckpoints requires TrainingArguments(save_strategy='no')")
@@ -163,5 +177,4 @@ def _make_trainer_files(state: TrainerState) -> dict[str, bytes]:
 def _read_metrics(state: TrainerState) -> dict[str, float]:
     """Return the last logged value of each metric."""
     logged = {key: value for entry in state.log_history for key, value in entry.items()}
-    numbers = {key: value for key, value in logged.items() if isinstance(value, int | float)}
-    return {key: value for key, value in numbers.items() if key not in ("epoch", "step")}
+    return {key: x for key, x in read_metrics(logged).items() if key not in ("epoch", "step")}

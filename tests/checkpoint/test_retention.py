@@ -1,0 +1,307 @@
+"""Retention in the presence of damaged and foreign checkpoints, and metrics of any type."""
+
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slimtensors.checkpoint import checkpointing, list_checkpoints, load_checkpoint, save_checkpoint
+from slimtensors.checkpoint.integrity import RunIntegrity
+from slimtensors.checkpoint.manifest import read_manifest
+from slimtensors.checkpoint.run import Retention
+from slimtensors.errors import ConfigError, FormatError
+
+
+def start(folder, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    options = {"every": 1, "async_": False, **options}
+    return checkpointing(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def change_weights(ckpt):
+    with torch.no_grad():
+        ckpt._objects.model.weight.mul_(1.01)
+
+
+def save_steps(folder, metrics, **options):
+    """Run one step per metric; return the steps that are on disk, and the first step."""
+    with start(folder, **options) as ckpt:
+        for value in metrics:
+            change_weights(ckpt)
+            ckpt.step(loss=value)
+    return list_steps(folder), ckpt.start
+
+
+def list_steps(folder):
+    return [point.manifest.step for point in list_checkpoints(folder)]
+
+
+def damage_state(folder, step):
+    """Flip a bit in the data of a checkpoint; its manifest stays valid."""
+    path = folder / f"step-{step:08d}" / "state.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-9] ^= 1
+    path.write_bytes(raw)
+
+
+def loads(folder, step):
+    return load_checkpoint(folder / f"step-{step:08d}")["step"] == step
+
+
+@pytest.mark.parametrize("base", [None, "auto", "chain"])
+def test_a_damaged_newest_checkpoint_never_counts(tmp_path, caplog, base):
+    save_steps(tmp_path, [1, 1, 1], base=base)
+    damage_state(tmp_path, 3)
+    steps, first = save_steps(tmp_path, [1], base=base, keep_last=1)
+    assert first == 2
+    assert steps[-1] == 3
+    assert loads(tmp_path, 3)
+    assert (tmp_path / "damaged-step-00000003" / "checkpoint.json").is_file()
+    assert "damaged checkpoint renamed to damaged-step-00000003" in caplog.text
+    steps, first = save_steps(tmp_path, [1, 1], base=base, keep_last=1)
+    assert first == 3
+    assert loads(tmp_path, 5)
+    assert (tmp_path / "damaged-step-00000003").is_dir()
+
+
+def test_a_damaged_checkpoint_of_a_later_step_never_counts(tmp_path):
+    save_steps(tmp_path, [1] * 8, base=None)
+    damage_state(tmp_path, 8)
+    shutil.rmtree(tmp_path / "step-00000007")
+    steps, first = save_steps(tmp_path, [1], base=None, keep_last=1)
+    assert first == 6
+    assert steps == [7, 8]  # the damaged one stays
+    assert loads(tmp_path, 7)
+
+
+def test_good_deltas_of_a_damaged_base_stay_and_do_not_count(tmp_path):
+    save_steps(tmp_path, [1] * 2, base=None)
+    save_steps(tmp_path, [1] * 2, base="auto")
+    for name in ("step-00000003", "step-00000004"):
+        assert read_manifest(tmp_path / name).base.name == "step-00000002"
+    damage_state(tmp_path, 2)
+    steps, first = save_steps(tmp_path, [1], base="auto", keep_last=1)
+    assert first == 1
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+    assert {3, 4} <= set(steps)
+    assert loads(tmp_path, 2)
+
+
+def test_a_save_is_complete_if_its_base_is_damaged(tmp_path, caplog):
+    with start(tmp_path, base="auto") as ckpt:
+        ckpt.step()
+        damage_state(tmp_path, 1)
+        change_weights(ckpt)
+        saved = ckpt.step()
+        assert saved.manifest.kind == "full"
+        change_weights(ckpt)
+        assert ckpt.step().manifest.base.name == "step-00000002"
+    assert "step-00000001: unusable checkpoint" in caplog.text
+
+
+def test_a_base_that_is_damaged_after_its_verification_is_not_used(tmp_path, caplog):
+    with start(tmp_path, base="auto", keep_last=3) as ckpt:
+        ckpt.step()
+        change_weights(ckpt)
+        assert ckpt.step().manifest.kind == "delta"
+        damage_state(tmp_path, 1)
+        change_weights(ckpt)
+        assert ckpt.step().manifest.kind == "full"
+    assert "saved in full, because the base cannot be read" in caplog.text
+
+
+def test_a_damaged_best_checkpoint_does_not_count_as_best(tmp_path):
+    save_steps(tmp_path, [3, 1, 2, 4], base=None)
+    damage_state(tmp_path, 2)
+    steps, _ = save_steps(tmp_path, [5], base=None, keep_last=1, keep_best="loss")
+    assert steps == [2, 3, 5]
+    assert loads(tmp_path, 3)
+
+
+def test_a_new_checkpoint_is_read_before_older_ones_are_removed(tmp_path, monkeypatch):
+    save_steps(tmp_path, [1] * 3, base=None)
+    sync, new = os.fsync, tmp_path / "step-00000004"
+
+    def damage_new(descriptor):
+        sync(descriptor)
+        if new.exists():
+            damage_state(tmp_path, 4)
+            monkeypatch.setattr(os, "fsync", sync)
+
+    monkeypatch.setattr(os, "fsync", damage_new)
+    with start(tmp_path, base=None, keep_last=1) as ckpt:
+        ckpt.step()
+        assert list_steps(tmp_path) == [3, 4]
+        assert loads(tmp_path, 3)
+        ckpt.step()
+        assert list_steps(tmp_path) == [4, 5]
+
+
+def test_nothing_is_removed_if_no_checkpoint_is_intact(tmp_path, caplog):
+    save_steps(tmp_path, [1] * 3, base=None)
+    with start(tmp_path, base=None, keep_last=1, every=100) as ckpt:
+        for step in (1, 2, 3):
+            damage_state(tmp_path, step)
+        ckpt._folder.integrity = RunIntegrity(tmp_path)  # as in a process that read none of them
+        ckpt._folder.apply_retention(Retention(last=1), keep_history=False)
+    assert list_steps(tmp_path) == [1, 2, 3]
+    assert "no intact checkpoint; nothing is removed" in caplog.text
+
+
+def test_history_leaves_damaged_checkpoints_and_continues_after_an_interruption(tmp_path, caplog):
+    save_steps(tmp_path, [1] * 4, base=None)
+    damage_state(tmp_path, 2)
+    save_steps(tmp_path, [1], base=None, keep_last=1, keep_history=True)
+    found = sorted(point.name for point in list_checkpoints(tmp_path))
+    assert found == [
+        "step-00000001-history",
+        "step-00000002",
+        "step-00000003-history",
+        "step-00000004-history",
+        "step-00000005",
+    ]
+    assert "step-00000002: unusable checkpoint left as it is" in caplog.text
+    # As if killed after the history of step 5 was written.
+    shutil.copytree(tmp_path / "step-00000005", tmp_path / "copy")
+    save_steps(tmp_path, [1], base=None, keep_last=1, keep_history=True)
+    (tmp_path / "copy").rename(tmp_path / "step-00000005")
+    save_steps(tmp_path, [1], base=None, keep_last=1, keep_history=True)
+    assert not (tmp_path / "step-00000005").exists()
+
+
+def test_history_is_complete_if_its_base_is_damaged(tmp_path):
+    save_steps(tmp_path, [1] * 3, base=None, keep_last=1, keep_history=True)
+    (tmp_path / "step-00000001-history" / "state.safetensors").write_bytes(b"")
+    save_steps(tmp_path, [1], base=None, keep_last=1, keep_history=True)
+    assert read_manifest(tmp_path / "step-00000002-history").base.name == "step-00000001-history"
+    assert read_manifest(tmp_path / "step-00000003-history").base is None
+
+
+def test_retention_removes_only_checkpoints_of_the_loop(tmp_path):
+    save_steps(tmp_path, [1] * 3, base=None)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "favorite")
+    state = load_checkpoint(tmp_path / "step-00000002")
+    save_checkpoint(state, tmp_path / "mine", base=tmp_path / "step-00000001")
+    (tmp_path / "latest").symlink_to("step-00000003")
+    save_steps(tmp_path, [1] * 2, base=None, keep_last=1)
+    found = {point.name for point in list_checkpoints(tmp_path)}
+    assert found == {"favorite", "mine", "step-00000001", "step-00000005"}
+    assert (tmp_path / "latest").is_symlink()
+    load_checkpoint(tmp_path / "mine")
+
+
+def test_resume_raises_if_every_checkpoint_is_unreadable(tmp_path):
+    save_steps(tmp_path, [1])
+    (tmp_path / "step-00000001" / "checkpoint.json").write_bytes(b"")
+    with pytest.raises(FormatError, match="none of the 1 checkpoints can be read"), start(tmp_path):
+        pass
+    (tmp_path / "step-00000001").rename(tmp_path / "damaged-step-00000001")
+    with start(tmp_path) as ckpt:
+        assert ckpt.start == 0
+
+
+SCALARS = {
+    "tensor": torch.tensor,
+    "one item": lambda x: torch.tensor([x]),
+    "bfloat16": lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    "requires_grad": lambda x: torch.tensor(x, requires_grad=True),
+    "float32": np.float32,
+    "array": np.array,
+    "int": lambda x: int(4 * x),
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+def test_keep_best_takes_scalars_of_any_type(tmp_path, kind):
+    losses = [SCALARS[kind](x) for x in (1.0, 0.5, 2.0, 3.0)]
+    steps, _ = save_steps(tmp_path, losses, keep_best="loss", base=None)
+    assert steps == [2, 4]
+    assert all(type(p.manifest.metrics["loss"]) is float for p in list_checkpoints(tmp_path))
+
+
+def test_nan_never_counts_as_best(tmp_path):
+    nan = float("nan")
+    steps, _ = save_steps(tmp_path / "a", [nan, 2.0, 1.0, nan, 3.0], keep_best="loss", base=None)
+    assert steps == [3, 5]
+    steps, _ = save_steps(tmp_path / "b", [nan, nan, nan], keep_best="loss", base=None)
+    assert steps == [3]
+    options = {"keep_best": "loss", "best_is": "max", "base": None}
+    save_steps(tmp_path / "c", [nan, 2.0], **options)
+    steps, _ = save_steps(tmp_path / "c", [1.0, nan], **options)
+    assert steps == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        torch.tensor(1j),
+        torch.empty((), device="meta"),
+        np.ones(3),
+        np.complex64(1),
+        1j,
+        "0.5",
+        None,
+        [1.0],
+        10**400,
+    ],
+    ids=str,
+)
+def test_other_metrics_are_refused_by_name_at_every_step(tmp_path, value):
+    with start(tmp_path, every=100) as ckpt:
+        with pytest.raises(ConfigError, match="metric 'accuracy' must be a number"):
+            ckpt.step(accuracy=value)
+        with pytest.raises(ConfigError, match="metric 'accuracy' must be a number"):
+            ckpt.save(accuracy=value)
+
+
+def test_an_unknown_metric_of_keep_best_is_reported_at_the_first_save(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING), start(tmp_path, keep_best="acuracy") as ckpt:
+        ckpt.step(accuracy=1, loss=2)
+        ckpt.step(accuracy=1, loss=2)
+    expected = "no metric named 'acuracy' so far; known metrics: accuracy, loss"
+    assert caplog.text.count(expected) == 1
+    caplog.clear()
+    with start(tmp_path, keep_best="accuracy") as ckpt:
+        ckpt.step()  # known from the checkpoints on disk
+    assert "no metric named" not in caplog.text
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_second_save_of_a_step_writes_nothing(tmp_path, async_):
+    with start(tmp_path, async_=async_) as ckpt:
+        ckpt.step(loss=1)
+        ckpt.wait()
+        before = (tmp_path / "step-00000001" / "checkpoint.json").stat()
+        saved = ckpt.save()
+        assert saved.path == tmp_path / "step-00000001"
+        assert ckpt.save(loss=1).path == saved.path
+        after = (tmp_path / "step-00000001" / "checkpoint.json").stat()
+        assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    with start(tmp_path, async_=async_) as ckpt:
+        assert ckpt.save().path == saved.path
+        assert ckpt.save().summary.stored_bytes == saved.summary.stored_bytes
+        ckpt.step()
+    assert list_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("base", ["chain", None])
+def test_a_second_save_of_a_step_with_new_metrics_replaces_the_first(tmp_path, base):
+    with start(tmp_path, base=base, keep_best="accuracy") as ckpt:
+        ckpt.step(loss=1, accuracy=0.5)
+        change_weights(ckpt)
+        first = ckpt.step(loss=2)
+        second = ckpt.save(accuracy=0.25, epoch=3)
+        assert second.path == first.path
+        assert second.manifest.base == first.manifest.base
+        change_weights(ckpt)
+        ckpt.step(accuracy=1)
+    found = {p.manifest.step: p.manifest for p in list_checkpoints(tmp_path)}
+    assert found[2].metrics == {"loss": 2.0, "accuracy": 0.25}
+    assert found[2].epoch == 3
+    assert loads(tmp_path, 3)
