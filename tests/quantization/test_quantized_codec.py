@@ -192,3 +192,26 @@ def test_unsupported_weights_are_named_in_the_error(tmp_path):
     for x, message in ((torch.ones(4, 30), "30 columns"), (torch.full((4, 32), torch.nan), "NaN")):
         with pytest.raises(ConfigError, match=f"w: .*{message}"):
             slimtensors.save({"w": x}, tmp_path / "x.safetensors", preset=plan)
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_of_tied_weights_are_tied(tmp_path, bits, limit):
+    weight = torch.randn(8, 32)
+    args = QuantizationArgs(
+        bits, type="float" if bits == 8 else "int", group_size=16 if bits == 4 else -1
+    )
+    target = tmp_path / ("model" if limit else "model.safetensors")
+    slimtensors.save(
+        {"a.weight": weight, "bias": weight[0].clone(), "b.weight": weight},
+        target,
+        dialect="compressed-tensors",
+        preset=lambda name, x: Plan(Quantized(args)) if x.dim() > 1 else None,
+        max_shard_size=limit,
+    )
+    back = slimtensors.load(target)
+    parts = [name.removeprefix("a.") for name in back if name.startswith("a.")]
+    assert len(parts) == (3 if bits == 4 else 2)
+    assert back.keys() == {"bias", *(f"{module}.{part}" for part in parts for module in "ab")}
+    assert all(same_bits(back[f"a.{part}"], back[f"b.{part}"]) for part in parts)
+    assert slimtensors.verify(target)

@@ -476,7 +476,7 @@ def _make_metadata(
     manifest = FileManifest(
         dialect,
         [checksums[name] for name in names],
-        tied={name: home for name, home in source.tied.items() if home in tensors},
+        tied=_tie_entries(source.tied, [t for t in written if t.item.name in tensors]),
         plans={
             t.item.name: str(t.packed.plan)
             for t in written
@@ -487,3 +487,17 @@ def _make_metadata(
         source=source.originals if is_first and not is_lossy else None,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}
+
+
+def _tie_entries(tied: Mapping[str, str], written: Sequence[WrittenTensor]) -> dict[str, str]:
+    """Return tied names of tensors, or of their entries where these are tensors of their own."""
+    tensors = {t.item.name: t for t in written}
+    result: dict[str, str] = {}
+    for name, home in tied.items():
+        found = tensors.get(home)
+        if found is not None and found.packed.is_one_tensor:
+            result[name] = home
+        elif found is not None:
+            suffixes = [piece.name.removeprefix(home) for piece in found.pieces]
+            result |= {name + suffix: home + suffix for suffix in suffixes}
+    return result
