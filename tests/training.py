@@ -115,7 +115,7 @@ def copy_state(value):
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return type(value)((k, copy_state(v)) for k, v in value.items())
+        return type(value)({k: copy_state(v) for k, v in value.items()})
     if isinstance(value, deque):
         return deque(map(copy_state, value), value.maxlen)
     return [copy_state(v) for v in value] if type(value) is list else value

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def fit_optimizer_state(
         infos = [ParameterInfo.of(p, name) for p, name in current]
         if saved and [x.name for x in saved] != [x.name for x in infos]:
             _raise_mismatch(["its parameters are in another order, and its state has no indices"])
-        return OptimizerState(deepcopy(dict(state)))
+        return OptimizerState(_restore_classes(deepcopy(dict(state)), optimizer.state_dict()))
     _check_groups(state["param_groups"], optimizer, is_same_class)
     sources = _match_parameters(saved, current, state["param_groups"], optimizer.param_groups)
     copy = deepcopy(dict(state))
@@ -90,7 +91,7 @@ def fit_optimizer_state(
         if index in copy["state"]:
             fit = _make_fit(saved[source], parameter)
             copy["state"][index] = _map_tensors(copy["state"][index], fit)
-    return OptimizerState(copy, moved)
+    return OptimizerState(_restore_classes(copy, optimizer.state_dict()), moved)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
@@ -301,6 +302,28 @@ def _map_tensors(value: Any, change: Callable[[Tensor, object], Tensor], key: ob
         items = (_map_tensors(v, change) for v in value)
         return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
     return value
+
+
+def _restore_classes(saved: Any, current: Any) -> Any:
+    """Return the saved value, as a member of an Enum or a named tuple if the current one is."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for key in saved.keys() & current.keys():
+            saved[key] = _restore_classes(saved[key], current[key])
+    elif isinstance(saved, list) and isinstance(current, list):
+        pairs = zip(saved, current, strict=False)
+        saved[: len(current)] = [_restore_classes(a, b) for a, b in pairs]
+    elif isinstance(current, Enum) and not isinstance(saved, Enum):
+        return _convert(saved, type(current))
+    elif isinstance(current, tuple) and hasattr(current, "_make") and type(saved) is tuple:
+        return _convert(saved, current._make)
+    return saved
+
+
+def _convert(saved: Any, make: Callable[[Any], Any]) -> Any:
+    try:
+        return make(saved)
+    except (TypeError, ValueError) as error:
+        _raise_mismatch([str(error)])
 
 
 def _undo_casts(saved: Any, live: Any, key: object) -> Any:
