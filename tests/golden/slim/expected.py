@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,35 @@ def describe(value: Any) -> Any:
         case torch.Tensor() if value.is_quantized:
             return {"type": "quantized", "value": describe(split_quantized(value))}
         case torch.Tensor():
-            return describe_items("tensor", str(value.dtype)[6:], value.shape, raw_bytes(value))
-        case np.ndarray():
-            return describe_items("array", value.dtype.name, value.shape, value.tobytes())
-        case np.generic():
-            return describe_items("scalar", value.dtype.name, (), value.tobytes())
+            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+            items = describe_items(kind, str(value.dtype)[6:], value.shape, raw_bytes(value))
+            return items | describe_memory(value)
+        case np.str_() | np.bytes_():
+            return {
+                "type": f"numpy {kind}",
+                "value": value.item() if kind == "str_" else value.hex(),
+            }
+        case np.ndarray() | np.generic():
+            kind = "array" if isinstance(value, np.ndarray) else "scalar"
+            native = value.astype(value.dtype.newbyteorder("="))
+            plain = native.dtype.kind in "biufc"
+            dtype = native.dtype.name if plain else "int64"
+            items = describe_items(kind, dtype, value.shape, native.tobytes())
+            return items if plain and value.dtype.isnative else items | {"as": value.dtype.str}
         case OrderedDict():
             metadata = getattr(value, "_metadata", None)
             return {"type": kind, "items": pairs(value), "metadata": describe(metadata)}
+        case defaultdict():
+            factory = value.default_factory and value.default_factory.__name__
+            return {"type": kind, "factory": factory, "items": pairs(value)}
         case dict() | Counter():
             return {"type": kind, "items": pairs(value)}
+        case deque():
+            return {"type": kind, "maxlen": value.maxlen, "items": [describe(v) for v in value]}
+        case set() | frozenset():
+            return {"type": kind, "items": sorted((describe(v) for v in value), key=json.dumps)}
+        case int() if value.bit_length() > 2000:
+            return {"type": kind, "value": hex(value)}
         case torch.Size():
             return {"type": "size", "items": list(value)}
         case list() | tuple():
@@ -51,6 +70,17 @@ def describe(value: Any) -> Any:
             return {"type": kind, "value": str(value)}
     assert value is None or type(value) in (bool, int, str), value
     return value
+
+
+def describe_memory(x: torch.Tensor) -> dict[str, Any]:
+    """Return the order of dimensions in memory, if unusual, and `requires_grad`, if set."""
+    found: dict[str, Any] = {}
+    if not x.is_contiguous():
+        found["order"] = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+        assert x.permute(found["order"]).is_contiguous()
+    if x.requires_grad or isinstance(x, torch.nn.Parameter):
+        found["requires_grad"] = x.requires_grad
+    return found
 
 
 def describe_items(kind: str, dtype: str, shape: Any, raw: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from independent.reader import deltas
 from independent.reader.container import open_archive
+from independent.reader.crc32c import crc32c
 from independent.reader.tensor import (
     Tensor,
     check,
@@ -26,16 +27,26 @@ def load(folder):
 
 def read_tensors(folder):
     """Return the archive and the tensors of a checkpoint by name."""
-    about = json.loads((folder / "checkpoint.json").read_bytes())
-    check(about["format"] == "slimtensors checkpoint" and about["version"] == 1, "version")
+    about = read_about(folder / "checkpoint.json")
     raw = (folder / "state.safetensors").read_bytes()
     check(len(raw) == about["bytes"] and compute_id(raw) == about["id"], "another state")
     archive, before = open_archive(folder / "state.safetensors"), {}
     if about["base"]:
         _, before = read_tensors(folder.parent / about["base"]["name"])
-        base = json.loads((folder.parent / about["base"]["name"] / "checkpoint.json").read_bytes())
+        base = read_about(folder.parent / about["base"]["name"] / "checkpoint.json")
         check(base["id"] == about["base"]["id"], "another base")
     return archive, apply_entries(archive, before.__getitem__)
+
+
+def read_about(path):
+    """Parse `checkpoint.json` and check its seal, which version 1 lacks."""
+    raw = path.read_bytes()
+    about = json.loads(raw)
+    check(about["format"] == "slimtensors checkpoint" and about["version"] in (1, 2), "version")
+    if about["version"] == 2:
+        sealed = raw.rpartition(b',\n  "crc32c": ')[0]
+        check(raw == sealed + b',\n  "crc32c": %d\n}\n' % crc32c(sealed), "seal")
+    return about
 
 
 def compute_id(raw):

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections import Counter, OrderedDict
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,18 +176,51 @@ def decode_node(node, payload):
     return codecs.decode(node["codec"], parts, dtype, shape)
 
 
+def restore_originals(archive, tensors):
+    """Return the files from which a model was compressed, byte for byte: name to bytes."""
+    found = {}
+    for manifest in archive.manifests:
+        source = manifest.get("source", {})
+        for name, text in source.get("files", {}).items():
+            head = unpack_text(text)
+            header = json.loads(head[8:])
+            header.pop("__metadata__", None)
+            spans = {name: entry["data_offsets"] for name, entry in header.items()}
+            data = bytearray(max((end for _, end in spans.values()), default=0))
+            for tensor, (begin, end) in spans.items():
+                data[begin:end] = tensors[tensor].data
+            found[name] = head + bytes(data)
+        found |= {name: unpack_text(text) for name, text in source.get("index", {}).items()}
+    return found
+
+
+def restore_config(text):
+    """Return the previous text of a `config.json`, where it was not formatted like ours."""
+    return unpack_text(json.loads(text)["quantization_config"]["original"])
+
+
+def unpack_text(text):
+    """Return the bytes of base64 of a zlib stream."""
+    return zlib.decompress(base64.b64decode(text, validate=True))
+
+
 @dataclass(frozen=True)
 class Value:
-    """A value that only torch or NumPy has: `dtype`, `device`, `size`, `array` or `scalar`."""
+    """A value that only torch or NumPy has, by the key that the tree uses for it."""
 
     kind: str
     value: object
+    fields: dict = field(default_factory=dict)
+    """Further keys: `requires_grad`, `order` or `dtype`."""
 
 
 class Ordered(OrderedDict):
     """An `OrderedDict` with the metadata of `nn.Module.state_dict()`."""
 
     metadata = None
+
+
+_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 def build_state(node, tensors):
@@ -198,12 +232,20 @@ def build_state(node, tensors):
         return build_state(part, tensors)
 
     match node:
-        case {"tensor": name}:
+        case {"tensor": name, **fields} if not fields:
             return tensors[name]
-        case {"array": name}:
-            return Value("array", tensors[name])
-        case {"scalar": name}:
-            return Value("scalar", tensors[name])
+        case {"tensor": name, **fields}:
+            return Value("tensor", tensors[name], fields)
+        case {"parameter": name, **fields}:
+            return Value("parameter", tensors[name], fields)
+        case {"array": name, **fields}:
+            return Value("array", tensors[name], fields)
+        case {"scalar": name, **fields}:
+            return Value("scalar", tensors[name], fields)
+        case {"numpy_str": text}:
+            return Value("numpy_str", text)
+        case {"numpy_bytes": text}:
+            return Value("numpy_bytes", base64.b64decode(text, validate=True))
         case {"dict": pairs}:
             return {inner(key): inner(value) for key, value in pairs}
         case {"counter": pairs}:
@@ -212,6 +254,18 @@ def build_state(node, tensors):
             table = Ordered((inner(key), inner(value)) for key, value in pairs)
             table.metadata = inner(node.get("metadata"))
             return table
+        case {"defaultdict": [factory, pairs]}:
+            table = defaultdict(_FACTORIES[factory] if factory else None)
+            table.update((inner(key), inner(value)) for key, value in pairs)
+            return table
+        case {"deque": parts}:
+            return deque((inner(part) for part in parts), node.get("maxlen"))
+        case {"set": parts}:
+            return {inner(part) for part in parts}
+        case {"frozenset": parts}:
+            return frozenset(inner(part) for part in parts)
+        case {"int": text}:
+            return int(text, 16)
         case {"list": parts}:
             return [inner(part) for part in parts]
         case {"tuple": parts}:
