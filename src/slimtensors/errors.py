@@ -5,6 +5,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
     SlimError
     ├── FormatError                  the file does not follow the format
     │   ├── CorruptFileError         truncated, out of bounds, wrong checksum
+    │   ├── MixedShardsError         shards of different saves, or replaced while being opened
     │   ├── UnsupportedVersionError  written by a newer version
     │   └── UnknownCodecError        the codec is not registered
     ├── ConfigError                  invalid option or unknown name
@@ -33,6 +34,10 @@ class FormatError(SlimError, ValueError):
 
 class CorruptFileError(FormatError):
     """The file is damaged: truncated, out of bounds, wrong checksum."""
+
+
+class MixedShardsError(FormatError):
+    """The shards are of different saves, or were replaced while they were opened."""
 
 
 class UnsupportedVersionError(FormatError):

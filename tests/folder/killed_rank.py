@@ -9,7 +9,10 @@ opened = 0
 
 def kill_second_write(event, arguments):
     global opened
-    if event == "open" and str(arguments[0]).endswith(".json.slimtensors-tmp"):
+    if event != "open":
+        return
+    name = str(arguments[0])
+    if ".json." in name and name.endswith(".slimtensors-tmp"):
         opened += 1
         if opened == 2:
             os.kill(os.getpid(), signal.SIGKILL)

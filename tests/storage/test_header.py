@@ -136,7 +136,7 @@ def test_the_header_fits_whatever_was_reserved_for_it(tmp_path, reserve):
     with FileOutput(path, reserve=reserve) as output:
         for name, x in tensors.items():
             output.add([TensorBytes(name, Spec.of(x), [as_bytes(x)], None)])
-        output.commit(list(tensors), lambda names, sums, table: {"about": "a test"})
+        output.commit(list(tensors), lambda names, sums, table, generation: {"about": "a test"})
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
     assert same_tensors(slimtensors.load(path), tensors)
     assert load_file(path).keys() == tensors.keys()

@@ -1,6 +1,7 @@
 """Atomic replacement of folders, temporary names, and leftovers of killed writers."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from slimtensors.storage.atomic import (
     REPLACED_SUFFIX,
     TEMPORARY_SUFFIX,
     create_folder,
-    create_temporary,
+    create_temporary_file,
 )
 
 pytestmark = pytest.mark.crash
@@ -48,7 +49,7 @@ def test_a_folder_that_cannot_be_exchanged_is_replaced_in_two_steps(tmp_path, mo
 def test_locked_leftovers_stay_and_others_are_removed(tmp_path):
     target = tmp_path / "x"
     with temporary_folder(target) as used:
-        file, lock = create_temporary(target, Path.touch)
+        file, lock = create_temporary_file(target)
         left, other = temporary_name(target), temporary_name(tmp_path / "xy")
         left.mkdir()
         other.mkdir()
@@ -95,7 +96,7 @@ def test_losing_the_temporary_file_keeps_the_old_model(tmp_path):
 
     def remove(done):
         for name in leftovers(tmp_path / "model"):
-            (tmp_path / "model" / name).unlink()
+            shutil.rmtree(tmp_path / "model" / name)
 
     with pytest.raises(FileNotFoundError):
         slimtensors.save({"x": torch.zeros(9)}, tmp_path / "model", progress=remove)

@@ -11,7 +11,7 @@ from strategies import bits, same_bits, same_tensors
 
 import slimtensors
 from slimtensors.errors import FormatError
-from slimtensors.storage.location import MappedFile
+from slimtensors.storage.location import LocalLocation, MappedFile
 
 INDEX = "model.safetensors.index.json"
 
@@ -180,7 +180,7 @@ def test_sequential_reads_prefetch_the_next_pages(tmp_path, monkeypatch):
         fetched.append((advice, begin >> 20, end >> 20))
 
     monkeypatch.setattr(MappedFile, "_advise", note)
-    file = MappedFile(path)
+    file = LocalLocation(path).open()
     mib = 1 << 20
     for i in range(0, 200, 10):
         file.read(i * mib, (i + 10) * mib)

@@ -28,6 +28,7 @@ from slimtensors.storage import (
     locate,
     open_file,
     open_files,
+    open_listed,
     weight_files,
 )
 from slimtensors.tensor import Spec, dtype_name
@@ -72,13 +73,14 @@ class Archive:
         location = locate(path, storage_options=storage_options)
         if isinstance(location, LocalLocation) and not location.path.exists():
             raise FileNotFoundError(f"{location}: no such file or folder")
-        self._open(location, open_files(location), is_listed=True)
+        self._open(location, open_files(location, dialects.read_generation), is_listed=True)
 
     @classmethod
     def from_files(cls, paths: Sequence[Path]) -> Self:
         """Open these local files as one archive; an index is ignored."""
         archive = cls.__new__(cls)
-        files = [open_file(LocalLocation(path)) for path in paths]
+        places = [LocalLocation(path) for path in paths]
+        files = open_listed(places, dialects.read_generation)
         archive._open(LocalLocation(paths[0].parent), files)
         return archive
 

@@ -467,6 +467,7 @@ def _make_metadata(
     names: Sequence[str],
     checksums: Mapping[str, int | None],
     table: str,
+    generation: str | None,
 ) -> dict[str, str]:
     """Return the metadata of a file with the entries `names`; the first describes the state."""
     entries = set(names)
@@ -485,6 +486,7 @@ def _make_metadata(
         tree=source.tree if is_first else None,
         delta=source.delta if is_first else None,
         source=source.originals if is_first and not is_lossy else None,
+        generation=generation,
     )
     return {"format": "pt", KEY: manifest.to_text(table)}
 

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.storage import open_for_reading
 from slimtensors.tensor import is_valid_text
 
 T = TypeVar("T")
@@ -27,15 +27,10 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def read_document(path: Path) -> str:
     """Return the text of a regular file; raise `FormatError` for anything else."""
-    # Without O_NONBLOCK, opening a FIFO waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(descriptor)
-        raise FormatError(f"{path} is not a regular file")
-    with os.fdopen(descriptor, "rb") as file:
-        if found.st_size > _MAX_BYTES:
-            raise FormatError(f"{path}: {found.st_size} bytes are too large for a manifest")
+    with open_for_reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_BYTES:
+            raise FormatError(f"{path}: {size} bytes are too large for a manifest")
         raw = file.read()
     try:
         return raw.decode()

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +24,14 @@ from slimtensors.storage import (
     Location,
     RemoteLocation,
     StrPath,
+    open_for_reading,
+    read_bytes,
     remove_leftovers,
     temporary_folder,
-)
-from slimtensors.storage.atomic import (
-    check_replaceable,
-    commit_folder,
-    lock_folder,
     write_file_atomically,
 )
+from slimtensors.storage.atomic import check_replaceable, commit_folder, lock_folder, make_folders
+from slimtensors.storage.files import copy_file
 from slimtensors.tensor import Json
 
 _CHUNK = 1 << 24
@@ -246,16 +246,33 @@ class LocalBuildFolder(BuildFolder):
         check_replaceable(self._target, self._sources, replace=self._replace)
         self._is_resumable = job is not None
         if self._is_resumable:
-            self._work.mkdir(parents=True, exist_ok=True)
+            make_folders(self._target.parent)
+            with suppress(FileExistsError):
+                self._work.mkdir(mode=0o700)
+            self._check_work()
             remove_leftovers(self._target)
         else:
             self._work = self._resources.enter_context(temporary_folder(self._target))
         self._resources.enter_context(lock_folder(self._work))
         path = self._work / "job.json"
-        if path.exists() and not _can_resume(self, job, path.read_bytes(), self._replace):
+        if path.exists() and not _can_resume(self, job, self._read_job(), self._replace):
             shutil.rmtree(self._work / "records", ignore_errors=True)
         self._remove_unfinished()
-        path.write_text(json.dumps(job))
+        write_file_atomically(path, json.dumps(job).encode())
+
+    def attach(self, job: Json | None) -> None:  # noqa: D102
+        self._check_work()
+        super().attach(job)
+
+    def _check_work(self) -> None:
+        """Raise if another user could have put files into the work folder."""
+        status = self._work.lstat()
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not (stat.S_ISDIR(status.st_mode) and is_own):
+            raise ConfigError(
+                f"{self._work} is not a folder that only this user can write; remove it, or choose"
+                " another target"
+            )
 
     def is_finished(self, kind: BuildKind, key: str) -> bool:  # noqa: D102
         return self._record(kind, key).exists()
@@ -277,10 +294,11 @@ class LocalBuildFolder(BuildFolder):
 
     def copy(self, name: str, original: Location) -> None:  # noqa: D102
         path = self._file(name)
+        path.unlink(missing_ok=True)
         if isinstance(original, LocalLocation):
-            shutil.copy(original.path, path)
+            copy_file(original.path, path)
         else:
-            path.write_bytes(original.read())
+            write_file_atomically(path, original.read())
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         write_file_atomically(self._file(name), data)
@@ -301,7 +319,7 @@ class LocalBuildFolder(BuildFolder):
             finished: set[Path] = set()
             for text in (self._work / "records" / kind).rglob("*.json"):
                 with suppress(FormatError):  # removed by `find`
-                    files = Record.from_text(text.read_bytes()).files
+                    files = Record.from_text(read_bytes(text)).files
                     finished |= {self._work / kind / file for file in files}
             for path in (self._work / kind).rglob("*"):
                 if path.is_file() and path not in finished:
@@ -316,10 +334,10 @@ class LocalBuildFolder(BuildFolder):
         return self._work / "records" / kind / f"{key}.json"
 
     def _read_job(self) -> bytes:
-        return (self._work / "job.json").read_bytes()
+        return read_bytes(self._work / "job.json")
 
     def _read_record(self, kind: BuildKind, key: str) -> bytes:
-        return self._record(kind, key).read_bytes()
+        return read_bytes(self._record(kind, key))
 
     def _remove_record(self, kind: BuildKind, key: str) -> None:
         self._record(kind, key).unlink()
@@ -327,7 +345,7 @@ class LocalBuildFolder(BuildFolder):
     def _fingerprint(self, kind: BuildKind, file: str) -> str:
         """Return size and checksum."""
         total = 0
-        with (self._work / kind / file).open("rb") as stream:
+        with open_for_reading(self._work / kind / file) as stream:
             while chunk := stream.read(_CHUNK):
                 total = _core.crc32c(chunk, total)
             return f"{stream.tell()}:{total:08x}"

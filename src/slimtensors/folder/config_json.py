@@ -19,7 +19,7 @@ from slimtensors.archive.summary import Summary
 from slimtensors.codecs.statistics import Sparsity, merge
 from slimtensors.errors import ConfigError, CorruptFileError, suggest
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.storage import Location, StrPath, locate, weight_files, write_json
+from slimtensors.storage import Location, StrPath, locate, read_bytes, weight_files, write_json
 from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ def update_config(folder: Path, edit: Edit) -> None:
     path = folder / CONFIG
     if not path.exists():
         return
-    config = _parse(path.read_bytes())
+    config = _parse(read_bytes(path))
     edited = edit(config)
     if edited != config:
         write_json(path, edited)

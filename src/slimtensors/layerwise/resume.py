@@ -18,6 +18,7 @@ from slimtensors.storage import (
     TensorBytes,
     local_path,
     open_file,
+    read_text,
     write_json,
 )
 from slimtensors.tensor import Json, Spec, as_bytes, to_cpu, view_as
@@ -42,7 +43,7 @@ class WorkFolder:
 
     def _resume(self, path: Path) -> None:
         try:
-            state = json.loads(path.read_text())
+            state = json.loads(read_text(path))
             version, digests, finished = state["version"], state["made_of"], state["finished"]
             names = {str(entry["file"]) for entry in finished.values()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -129,7 +130,10 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raw = as_bytes(x)
             checksum = _core.crc32c(raw.numpy())
             output.add([TensorBytes(key, Spec.of(x), [raw], checksum)])
-        output.commit(order, lambda names, sums, table: {_CHECKSUMS: json.dumps(dict(sums))})
+        output.commit(
+            order,
+            lambda names, checksums, table, generation: {_CHECKSUMS: json.dumps(dict(checksums))},
+        )
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

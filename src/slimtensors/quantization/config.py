@@ -10,6 +10,7 @@ from typing import Any, Self
 from slimtensors.errors import ConfigError, suggest
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.scheme import QuantizationScheme
+from slimtensors.storage import read_text
 from slimtensors.tensor import Json
 
 LAYOUT = "0.20.0"
@@ -77,7 +78,7 @@ class QuantizationConfig:
     def parse_file(cls, path: str | Path) -> Self:
         """Read a JSON file: the section alone, or a `config.json` that contains it."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(read_text(path))
         except ValueError as error:
             raise ConfigError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(data, dict):

@@ -23,7 +23,7 @@ from slimtensors.recipe.modifiers import (
     SparseGPT,
     Wanda,
 )
-from slimtensors.storage import StrPath
+from slimtensors.storage import StrPath, read_text, write_file_atomically
 from slimtensors.tensor import Json
 
 RECIPE_FILE = "recipe.yaml"
@@ -161,7 +161,7 @@ class Recipe:
     def load(cls, path: StrPath) -> "Recipe":
         """Read a YAML file."""
         try:
-            return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+            return cls.from_yaml(read_text(path))
         except FileNotFoundError:
             raise ConfigError(f"{path}: recipe not found") from None
         except OSError as error:
@@ -207,7 +207,7 @@ class Recipe:
 
     def save(self, folder: StrPath) -> None:
         """Write `recipe.yaml` to a folder."""
-        Path(folder, RECIPE_FILE).write_text(self.to_yaml(), encoding="utf-8")
+        write_file_atomically(Path(folder, RECIPE_FILE), self.to_yaml().encode())
 
 
 def modifier_name(modifier: object) -> str:

@@ -1,7 +1,6 @@
 """Safetensors files: headers, reading, writing, locations, atomic replacement."""
 
 from slimtensors.storage.atomic import (
-    TEMPORARY_SUFFIX,
     remove_leftovers,
     replace_folder,
     sync_folder,
@@ -10,11 +9,17 @@ from slimtensors.storage.atomic import (
     write_file_atomically,
     write_json,
 )
+from slimtensors.storage.files import (
+    TEMPORARY_SUFFIX,
+    StrPath,
+    open_for_reading,
+    read_bytes,
+    read_text,
+)
 from slimtensors.storage.location import (
     LocalLocation,
     Location,
     RemoteLocation,
-    StrPath,
     local_path,
     locate,
 )
@@ -31,6 +36,7 @@ from slimtensors.storage.reader import (
     is_inside,
     open_file,
     open_files,
+    open_listed,
     parse_header,
     parse_index,
     weight_files,
@@ -80,9 +86,13 @@ __all__ = [
     "note_parameters",
     "open_file",
     "open_files",
+    "open_for_reading",
+    "open_listed",
     "parse_header",
     "parse_index",
     "parse_size",
+    "read_bytes",
+    "read_text",
     "remove_leftovers",
     "replace_folder",
     "sync_folder",

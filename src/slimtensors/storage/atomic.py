@@ -1,8 +1,11 @@
 """Atomic replacement of files and folders: temporary names, fsync, rename, locks, leftovers.
 
 A file or folder is written under a temporary name beside its target and renamed when it is
-complete. Temporary names are hidden and end in `TEMPORARY_SUFFIX`; their writers lock them, so
-that leftovers of killed processes can be recognized and removed by the next write.
+complete. Temporary names are hidden, unique, and end in `TEMPORARY_SUFFIX`; their writers lock
+them, so that leftovers of killed processes can be recognized and removed by the next write.
+Nothing is created, locked or removed through a link.
+
+New files and folders have the mode that the umask permits, replaced ones keep theirs.
 """
 
 import ctypes
@@ -15,21 +18,30 @@ import os
 import platform
 import secrets
 import shutil
+import stat
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from slimtensors.errors import ConfigError, InUseError
-from slimtensors.storage.location import StrPath, local_path
+from slimtensors.storage.files import (
+    TEMPORARY_SUFFIX,
+    StrPath,
+    copy_file,
+    create_file,
+    name_write_errors,
+)
+from slimtensors.storage.location import local_path
 from slimtensors.tensor import Json
-
-TEMPORARY_SUFFIX = ".slimtensors-tmp"
-"""Suffix of names that are being written or removed."""
 
 REPLACED_SUFFIX = ".slimtensors-old"
 """Suffix of a folder that is being replaced, on file systems where that takes two steps."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_PID_BYTES = 20
 
 _MAX_NAME = 200
 """Bytes of the target's name in temporary names, which must not exceed 255 bytes in total."""
@@ -37,16 +49,45 @@ _MAX_NAME = 200
 
 def write_file_atomically(path: Path, data: bytes) -> None:
     """Write a small file that appears complete or not at all, and sync it to disk."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("wb") as file:
+    with temporary_file(path) as (temporary, descriptor):
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.fsync(descriptor)
+        replace_file(temporary, path)
     sync_folder(path.parent)
+
+
+def copy_file_atomically(source: Path, path: Path) -> None:
+    """Copy a file; the copy appears complete or not at all, and is synced to disk."""
+    with temporary_folder(path) as folder:
+        copy_file(source, folder / path.name)
+        replace_file(folder / path.name, path)
+    sync_folder(path.parent)
+
+
+def move_files(folder: Path, target: Path) -> None:
+    """Move all files in `folder` to the folder `target`, and sync them to disk.
+
+    Each replaces a file of the same name in one step; other files in `target` stay.
+    """
+    sync_tree(folder)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            (target / path.name).mkdir(exist_ok=True)
+            move_files(path, target / path.name)
+        else:
+            replace_file(path, target / path.name)
+    sync_folder(target)
+
+
+def replace_file(new: Path, old: Path) -> None:
+    """Rename the complete file `new` to `old`; an existing file is replaced and keeps its mode."""
+    with suppress(FileNotFoundError):
+        status = old.lstat()
+        if stat.S_ISREG(status.st_mode):
+            new.chmod(stat.S_IMODE(status.st_mode))
+    new.replace(old)
 
 
 def write_json(path: Path, data: Json) -> None:
@@ -68,22 +109,31 @@ def create_folder(
         check_replaceable(target, sources, replace=True)
     else:
         check_absent(target)
-    with temporary_folder(target) as folder:
+    with temporary_folder(target) as folder, name_write_errors(target):
+        yield folder
+        commit_folder(folder, target, replace=replace)
+
+
+@contextmanager
+def temporary_file(target: Path) -> Iterator[tuple[Path, int]]:
+    """Yield a new file beside `target` and its descriptor; remove it unless it was renamed."""
+    with name_write_errors(target):
+        remove_leftovers(target)
+        path, descriptor = create_temporary_file(target)
         try:
-            yield folder
-            commit_folder(folder, target, replace=replace)
-        except OSError as error:
-            if error.filename is None:  # such as a full disk: write errors have no file name
-                error.filename = str(target)
-            raise
+            yield path, descriptor
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)  # releases the lock: until then it is not a leftover
 
 
 @contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target`, and remove it at the end unless it was renamed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target)
-    folder, lock = create_temporary(target, Path.mkdir)
+    with name_write_errors(target):
+        make_folders(target.parent)
+        remove_leftovers(target)
+        folder, lock = create_temporary_folder(target)
     try:
         yield folder
     finally:
@@ -92,11 +142,15 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
-    """Rename a complete folder to `target`, over an empty folder or, with `replace`, any folder."""
-    sync_folder(folder)
+    """Sync a complete folder and rename it to `target`.
+
+    It replaces an empty folder or, with `replace`, any folder.
+    """
+    sync_tree(folder)
     if replace and target.exists():
         replace_folder(folder, target)
         return
+    _keep_mode(folder, target)
     try:
         folder.rename(target)  # replaces an empty folder, in one step
     except OSError as error:
@@ -114,6 +168,7 @@ def replace_folder(new: Path, old: Path) -> None:
     `REPLACED_SUFFIX`. It is removed by a later write, once a folder with the name exists again.
     """
     obsolete = new
+    _keep_mode(new, old)
     if not _exchange(new, old):
         obsolete = temporary_name(old, REPLACED_SUFFIX)
         try:
@@ -125,6 +180,11 @@ def replace_folder(new: Path, old: Path) -> None:
             raise
     sync_folder(old.parent)
     shutil.rmtree(obsolete, ignore_errors=True)  # leftovers are removed by the next write
+
+
+def _keep_mode(new: Path, old: Path) -> None:
+    if old.exists():
+        new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
 def remove_folder(path: Path) -> None:
@@ -161,23 +221,50 @@ def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool
         raise ConfigError(f"{target} contains files but no model, and is not replaced")
 
 
-def create_temporary(target: Path, create: Callable[[Path], object]) -> tuple[Path, int]:
-    """Create a file or folder with a temporary name beside `target`, and lock it.
+def create_temporary_file(target: Path) -> tuple[Path, int]:
+    """Create and lock a file with a temporary name beside `target`.
 
-    Return its path and the descriptor of the lock, to be closed after it was renamed or removed.
+    Return its path and its descriptor, to be closed after it was renamed or removed.
     """
     while True:
         path = temporary_name(target)
-        create(path)
+        descriptor = create_file(path)
+        if _lock_new(path, descriptor):
+            return path, descriptor
+
+
+def create_temporary_folder(target: Path) -> tuple[Path, int]:
+    """Create and lock a folder with a temporary name beside `target`.
+
+    Return its path and its descriptor, to be closed after it was renamed or removed.
+    """
+    while True:
+        path = temporary_name(target)
+        path.mkdir()
         try:
-            lock = _open_for_lock(path)
+            descriptor = os.open(path, _FOLDER)
         except FileNotFoundError:  # another process removed it as a leftover
             continue
-        with suppress(OSError):  # without locks, nothing is removed as a leftover
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():  # else another process removed it before it was locked
-            return path, lock
-        os.close(lock)
+        if _lock_new(path, descriptor):
+            return path, descriptor
+
+
+def _lock_new(path: Path, descriptor: int) -> bool:
+    """Lock a new file; return False if another process removed it as a leftover before."""
+    with suppress(OSError):  # without locks, nothing is removed as a leftover
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    if _is_same(path, descriptor):
+        return True
+    os.close(descriptor)
+    return False
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    """Return True if `path` is the open file and not a link to it."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def temporary_name(path: Path, suffix: str = TEMPORARY_SUFFIX) -> Path:
@@ -195,8 +282,7 @@ def remove_leftovers(target: Path) -> None:
         for path in target.parent.glob(glob.escape(_prefix(target)) + "[0-9a-f]" * 8 + suffix):
             if suffix == REPLACED_SUFFIX and not target.exists():  # it is the only complete folder
                 continue
-            with suppress(OSError):  # locked, already removed, or not permitted
-                _remove_unlocked(path)
+            remove_unlocked(path)
 
 
 def find_leftovers(folder: Path) -> list[Path]:
@@ -207,27 +293,96 @@ def find_leftovers(folder: Path) -> list[Path]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder; raise `InUseError` if another process has locked it."""
-    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+    """Lock a folder; raise `InUseError` if another process has locked it.
+
+    The lock is the file `.lock`, which must not be a link, and contains the number of the process.
+    """
+    with _open_lock(folder / ".lock") as descriptor:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            raise InUseError(f"{folder}: in use by process {owner}") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+            owner = os.pread(descriptor, _PID_BYTES, 0).decode(errors="replace").strip()
+            raise InUseError(f"{folder}: in use by process {owner or 'unknown'}") from None
+        _write_owner(descriptor)
         yield
+
+
+@contextmanager
+def lock_replacement(target: Path) -> Iterator[None]:
+    """Wait until no other process replaces `target`, which takes several steps for shards.
+
+    The lock is a hidden file that exists only meanwhile. There is no lock if the file system has
+    none.
+    """
+    path = target.with_name(f".{target.name}.lock{TEMPORARY_SUFFIX}")
+    while True:
+        with _open_lock(path) as descriptor:
+            with suppress(OSError):  # not supported
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_same(path, descriptor):  # removed by the process that had the lock
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+@contextmanager
+def _open_lock(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a lock file; raise `ConfigError` if it is a link or a pipe."""
+    try:
+        descriptor = os.open(path, _LOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise ConfigError(f"{path} is not a regular file; remove it") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError(f"{path} is not a regular file; remove it")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write_owner(descriptor: int) -> None:
+    """Write the number of this process to a lock file that contains nothing else."""
+    found = os.pread(descriptor, _PID_BYTES + 1, 0)
+    if os.fstat(descriptor).st_nlink == 1 and (found.strip().isdigit() or not found):
+        os.pwrite(descriptor, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder and its missing parents, so that they survive a power failure."""
+    if path.is_dir():
+        return
+    make_folders(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync all files and folders in `folder`, and itself, to disk; links are not followed."""
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            path = Path(root, name)
+            if stat.S_ISREG(path.lstat().st_mode):
+                _sync(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        sync_folder(Path(root))
 
 
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    with name_write_errors(path):
+        descriptor = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _prefix(path: Path) -> str:
@@ -241,18 +396,29 @@ def _machine_id() -> str:
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
-def _open_for_lock(path: Path) -> int:
-    """Open a file for writing, which network file systems require for a lock, or a folder."""
-    return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+def remove_unlocked(path: Path) -> bool:
+    """Remove a temporary file or folder of a killed writer; return False if it cannot be removed.
 
-
-def _remove_unlocked(path: Path) -> None:
-    descriptor = _open_for_lock(path)
+    It may be in use, already removed, a link, or not permitted.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    finally:
-        os.close(descriptor)
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            descriptor = os.open(path, _FOLDER)
+        elif stat.S_ISREG(mode):  # network file systems require write access for a lock
+            descriptor = os.open(path, _LOCK & ~os.O_CREAT)
+        else:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(path, descriptor):
+                return False
+            shutil.rmtree(path) if stat.S_ISDIR(mode) else path.unlink()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -4,14 +4,13 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from slimtensors.errors import ConfigError, CorruptFileError, MissingDependencyError, SlimError
-
-StrPath = str | os.PathLike[str]
+from slimtensors.storage.files import StrPath, open_regular
 
 _PAGE = mmap.PAGESIZE
 _LARGE = 1 << 20
@@ -50,6 +49,8 @@ class ByteSource(Protocol):
 
     name: str
     size: int
+    identity: object
+    """Differs if the file is replaced or changed; None if that is unknown."""
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return a read-only view of the bytes, valid until `release`."""
@@ -86,6 +87,14 @@ class Location(Protocol):
 
     def stamp(self) -> str:
         """Return a text that changes when the file changes."""
+        ...
+
+    def identity(self) -> object:
+        """Return a value that differs if the file is replaced or changed; None if unknown."""
+        ...
+
+    def pin(self) -> AbstractContextManager["Location"]:
+        """Return a context with a location that stays the same if its folder is replaced."""
         ...
 
     def files(self) -> list[str]:
@@ -134,6 +143,23 @@ class LocalLocation:
         status = self.path.stat()
         return f"{status.st_size}:{status.st_mtime_ns}"
 
+    def identity(self) -> object:  # noqa: D102
+        try:
+            return _identify(self.path.stat())
+        except OSError as error:
+            return error.errno
+
+    @contextmanager
+    def pin(self) -> Iterator["LocalLocation"]:  # noqa: D102
+        is_folder = self.is_folder()
+        folder = self.path if is_folder else self.path.parent
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            pinned = PinnedFolder(folder, descriptor)
+            yield pinned if is_folder else pinned.child(self.path.name)
+        finally:
+            os.close(descriptor)
+
     def files(self) -> list[str]:  # noqa: D102
         return sorted(path.name for path in self.path.iterdir() if path.is_file())
 
@@ -142,10 +168,60 @@ class LocalLocation:
         return sorted(path.relative_to(self.path).as_posix() for path in found)
 
     def read(self) -> bytes:  # noqa: D102
-        return self.path.read_bytes()
+        with os.fdopen(self._open(), "rb") as file:
+            return file.read()
 
     def open(self) -> ByteSource:  # noqa: D102
-        return MappedFile(self.path)
+        descriptor = self._open()
+        try:
+            return MappedFile(descriptor, str(self.path))
+        finally:
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        return open_regular(self.path)
+
+
+@dataclass(frozen=True)
+class PinnedFolder(LocalLocation):
+    """A local folder that was opened once; another folder may get its name."""
+
+    descriptor: int
+
+    def child(self, name: str) -> "PinnedFile":  # noqa: D102
+        return PinnedFile(self.path / name, self.descriptor, name)
+
+    def files(self) -> list[str]:  # noqa: D102
+        with os.scandir(self.descriptor) as entries:
+            return sorted(entry.name for entry in entries if entry.is_file())
+
+
+@dataclass(frozen=True)
+class PinnedFile(LocalLocation):
+    """A file in a pinned folder."""
+
+    descriptor: int
+    key: str
+    """Path relative to the folder."""
+
+    def parent(self) -> PinnedFolder:  # noqa: D102
+        return PinnedFolder(self.path.parent, self.descriptor)
+
+    def is_folder(self) -> bool:  # noqa: D102
+        return False
+
+    def identity(self) -> object:  # noqa: D102
+        try:
+            return _identify(os.stat(self.key, dir_fd=self.descriptor))
+        except OSError as error:
+            return error.errno
+
+    def _open(self) -> int:
+        return open_regular(self.key, dir_fd=self.descriptor, name=self.path)
+
+
+def _identify(status: os.stat_result) -> object:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -178,6 +254,14 @@ class RemoteLocation:
             self.filesystem.invalidate_cache()
             size = self.filesystem.info(self.path)["size"]
             return f"{size}:{self.filesystem.checksum(self.path)}"
+
+    def identity(self) -> object:
+        """Return None: a file system may have none, and asking for it takes time."""
+        return None
+
+    def pin(self) -> AbstractContextManager["RemoteLocation"]:
+        """Return a context with this location: remote folders cannot be renamed."""
+        return nullcontext(self)
 
     def is_folder(self) -> bool:  # noqa: D102
         with name_errors(str(self)):
@@ -241,14 +325,17 @@ class RemoteLocation:
 class MappedFile:
     """A memory-mapped local file. Used pages are released, so that memory stays flat."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        with path.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
-            if self.size == 0:
-                raise CorruptFileError(f"{path}: the file is empty")
-            # Copy-on-write only so that torch does not warn about read-only memory.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, descriptor: int, name: str) -> None:
+        status = os.fstat(descriptor)
+        self.name, self.size = name, status.st_size
+        self.identity = _identify(status)
+        if self.size == 0:
+            raise CorruptFileError(f"{name}: the file is empty")
+        # Copy-on-write only so that torch does not warn about read-only memory.
+        try:
+            self._map = mmap.mmap(descriptor, self.size, access=mmap.ACCESS_COPY)
+        except ValueError as error:
+            raise CorruptFileError(f"{name}: truncated while it was opened") from error
         self._bytes = memoryview(self._map)
         self._unreleased = 0
         self._last = self._fetched = 0
@@ -296,6 +383,7 @@ class RemoteFile:
 
     def __init__(self, filesystem: Any, path: str, name: str) -> None:
         self.name = name
+        self.identity: object = None
         with name_errors(name):
             size = filesystem.info(path)["size"]
         if size is None:

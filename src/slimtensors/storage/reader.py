@@ -2,16 +2,18 @@
 
 import json
 import struct
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from slimtensors.errors import CorruptFileError, FormatError
-from slimtensors.storage.location import ByteSource, Location, StrPath
+from slimtensors.errors import CorruptFileError, FormatError, MixedShardsError
+from slimtensors.storage.files import StrPath
+from slimtensors.storage.location import ByteSource, Location
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 SINGLE = "model.safetensors"
@@ -23,6 +25,10 @@ DISTRIBUTED = "distributed.json"
 """Manifest of a distributed checkpoint, a folder with the shards of many ranks."""
 INCOMPLETE = ".slimtensors-unfinished.json"
 """Marker of an incomplete remote folder, which cannot be renamed when it is complete."""
+
+_ATTEMPTS = 16
+_PAUSE = 0.002
+"""How often, and after how many seconds, files that were replaced are opened again."""
 
 MAX_HEADER = 100_000_000
 """Maximum size of a header that safetensors readers accept."""
@@ -131,18 +137,104 @@ def open_file(where: Location, key: str | None = None) -> StoredFile:
     return StoredFile(source, header, raw[8:].rstrip(b" "), key or where.name)
 
 
-def open_files(where: Location) -> list[StoredFile]:
-    """Open a file, the files listed in an index, or the model in a folder."""
-    main = _find_main(where)
-    if not main.name.endswith(".json"):
-        return [open_file(main)]
-    shards = read_index(main)
-    files = [open_file(main.parent().child(key), key) for key in shards]
+FindGeneration = Callable[[StoredFile], str | None]
+"""Returns the text that all shards of one save share, or None if the file has none."""
+
+
+def open_files(where: Location, find_generation: FindGeneration) -> list[StoredFile]:
+    """Open a file, the files listed in an index, or the model in a folder.
+
+    All files are of one save: if another process replaces them meanwhile, they are opened again.
+    """
+
+    def open_model() -> list[StoredFile] | None:
+        with where.pin() as place:
+            main = _find_main(place)
+            if not main.name.endswith(".json"):
+                return [open_file(main)]
+            index, shards = main.identity(), read_index(main)
+            places = [main.parent().child(key) for key in shards]
+            files = [open_file(place, key) for place, key in zip(places, shards, strict=True)]
+            _check_entries(main, files, shards)
+            if _have_generation(files, find_generation):
+                return files
+            identities = [index, *(file.source.identity for file in files)]
+            return files if _are_unchanged([main, *places], identities) else None
+
+    def identify() -> object:
+        try:
+            main = _find_main(where)
+        except (OSError, FormatError):
+            return None
+        identity = main.identity()
+        return None if identity is None else (main.name, identity)
+
+    return _open_again_if_replaced(where, open_model, identify)
+
+
+def open_listed(places: Sequence[Location], find_generation: FindGeneration) -> list[StoredFile]:
+    """Open these files of one model; an index is ignored."""
+
+    def open_all() -> list[StoredFile] | None:
+        files = [open_file(place) for place in places]
+        if len(files) == 1 or _have_generation(files, find_generation):
+            return files
+        return files if _are_unchanged(places, [file.source.identity for file in files]) else None
+
+    def identify() -> object:
+        return [place.identity() for place in places]
+
+    return _open_again_if_replaced(places[0], open_all, identify)
+
+
+def _open_again_if_replaced(
+    where: Location,
+    open_all: Callable[[], list[StoredFile] | None],
+    identify: Callable[[], object],
+) -> list[StoredFile]:
+    """Return `open_all()`; call it again if it returns None or fails after a replacement.
+
+    `identify` returns another value after a replacement, or None if that is unknown.
+    """
+    for attempt in range(1, _ATTEMPTS):
+        before = identify()
+        try:
+            if (files := open_all()) is not None:
+                return files
+        except (FileNotFoundError, FormatError):
+            if before is not None and identify() == before:
+                raise
+        time.sleep(_PAUSE * attempt)
+    if (files := open_all()) is None:
+        raise MixedShardsError(f"{where} is replaced again and again while it is opened")
+    return files
+
+
+def _check_entries(
+    main: Location, files: Sequence[StoredFile], shards: Mapping[str, Sequence[str]]
+) -> None:
     for file, names in zip(files, shards.values(), strict=True):
         for name in names:
             if name not in file.header.entries:
                 raise FormatError(f"{main}: {name}: in the index, but not found in {file.name}")
-    return files
+
+
+def _have_generation(files: Sequence[StoredFile], find_generation: FindGeneration) -> bool:
+    """Return True if all files have the same generation, False if none has one; else raise."""
+    found = [find_generation(file) for file in files]
+    for file, generation in zip(files, found, strict=True):
+        if generation != found[0]:
+            raise MixedShardsError(
+                f"{file.name} and {files[0].name} are shards of different saves; save or download"
+                " the model again"
+            )
+    return found[0] is not None
+
+
+def _are_unchanged(places: Sequence[Location], identities: Sequence[object]) -> bool:
+    """Return True if these are still the files that were opened, as far as that is known."""
+    pairs = zip(places, identities, strict=True)
+    return all(identity is None or place.identity() == identity for place, identity in pairs)
 
 
 def weight_files(where: Location) -> list[str]:

@@ -4,17 +4,16 @@ Files appear under their final names when they are complete, or not at all.
 """
 
 import ctypes
+import hashlib
 import json
 import math
 import os
 import re
-import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
@@ -22,7 +21,15 @@ from typing import BinaryIO, Protocol, Self
 from torch import Tensor
 
 from slimtensors.errors import ConfigError, FormatError, UnsupportedTensorError
-from slimtensors.storage.atomic import create_temporary, remove_leftovers, sync_folder, write_json
+from slimtensors.storage.atomic import (
+    lock_replacement,
+    replace_file,
+    sync_folder,
+    temporary_file,
+    temporary_folder,
+    write_json,
+)
+from slimtensors.storage.files import create_file, name_write_errors, read_bytes
 from slimtensors.storage.location import LocalLocation, RemoteLocation
 from slimtensors.storage.reader import (
     CODE_OF_DTYPE,
@@ -41,6 +48,9 @@ _FLUSH = 16 << 20
 """Bytes after which writing to disk is started."""
 
 _BUFFER = 1 << 20
+_HEAD = 16
+"""First bytes of a tensor that contain its checksum, if it contains its own."""
+_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 ByteChunk = Tensor | bytes
 """Bytes to write: `bytes`, or a flat `uint8` tensor in main memory."""
@@ -57,8 +67,21 @@ class TensorBytes:
     """CRC-32C of the bytes, or None if they contain their own checksums."""
 
 
-Describe = Callable[[Sequence[str], Mapping[str, int | None], str], Mapping[str, str]]
-"""Returns the metadata of a file from its stored names, their checksums and the header table."""
+class Describe(Protocol):
+    """Returns the metadata of a file."""
+
+    def __call__(
+        self,
+        names: Sequence[str],
+        checksums: Mapping[str, int | None],
+        table: str,
+        generation: str | None,
+    ) -> Mapping[str, str]:
+        """Return the metadata from the stored names, their checksums and the header table.
+
+        `generation` is the hash that all shards of a model share, None for a single file.
+        """
+        ...
 
 
 class Output(Protocol):
@@ -82,11 +105,27 @@ class Output(Protocol):
     ) -> None: ...
 
 
-class _Writers:
-    """Files being written; those that were not committed are removed at the end."""
+class FileOutput:
+    """A single local file."""
 
-    def __init__(self) -> None:
-        self._writers: list[Writer] = []
+    def __init__(self, path: Path, *, reserve: int, header: bytes | None = None) -> None:
+        self._target = check_target(path)
+        with ExitStack() as stack:
+            temporary, _ = stack.enter_context(temporary_file(self._target))
+            self._writer = Writer(temporary, self._target, reserve=reserve, header=header)
+            self._resources = stack.pop_all()
+
+    def add(self, pieces: Sequence[TensorBytes]) -> None:
+        """Append the pieces of a tensor."""
+        for piece in pieces:
+            self._writer.add(piece)
+
+    def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
+        """Replace the target with the new file in one step."""
+        self._writer.finish(order, describe, None)
+        replace_file(self._writer.path, self._target)
+        sync_folder(self._target.parent)
+        return {str(self._target): list(order)}
 
     def __enter__(self) -> Self:
         return self
@@ -97,88 +136,87 @@ class _Writers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for writer in self._writers:
-            writer.discard()
+        self._writer.abandon()
+        self._resources.close()
 
 
-class FileOutput(_Writers):
-    """A single local file."""
-
-    def __init__(self, path: Path, *, reserve: int, header: bytes | None = None) -> None:
-        super().__init__()
-        self._target = check_target(path)
-        remove_leftovers(self._target)
-        self._writers.append(Writer(self._target, reserve=reserve, header=header))
-
-    def add(self, pieces: Sequence[TensorBytes]) -> None:
-        """Append the pieces of a tensor."""
-        for piece in pieces:
-            self._writers[0].add(piece)
-
-    def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
-        """Replace the target with the new file in one step."""
-        _finish(self._writers[0], order, describe)
-        self._writers[0].commit(self._target)
-        sync_folder(self._target.parent)
-        return {str(self._target): list(order)}
-
-
-class FolderOutput(_Writers):
+class FolderOutput:
     """A local folder with `model.safetensors`, or with shards and an index if it is too large.
 
-    An older model in the folder stays complete until the new one is: new shards never overwrite
-    existing files, and old shards are removed after the new index was written.
+    Files are written to a temporary folder in it. An older model in the folder stays complete until
+    the new one is: new shards never overwrite existing files, and old shards are removed after the
+    new index was written. Of several processes that write at a time, the last one wins.
     """
 
     def __init__(self, folder: Path, *, max_shard_size: int | None, reserve: int) -> None:
-        super().__init__()
         if max_shard_size is not None and max_shard_size < 1:
             raise ConfigError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file, not a folder")
         self._folder, self._limit = folder, max_shard_size
         self._is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
         # Small shards have few tensors: space for all names would outweigh them.
         self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
-        remove_leftovers(folder / SINGLE)
-        self._writers.append(Writer(folder / SINGLE, reserve=self._reserve))
+        self._writers: list[Writer] = []
+        with ExitStack() as stack:
+            self._temporary = stack.enter_context(temporary_folder(folder / SINGLE))
+            self._start_file()
+            self._resources = stack.pop_all()
 
     def add(self, pieces: Sequence[TensorBytes]) -> None:
         """Append the pieces of a tensor, to a new shard if they do not fit."""
         writer = self._writers[-1]
         size = sum(piece.spec.nbytes for piece in pieces)
         if self._limit is not None and writer.size and writer.size + size > self._limit:
-            writer = Writer(self._folder / SINGLE, reserve=self._reserve)
-            self._writers.append(writer)
+            writer.close()  # thousands of open files would exceed the limit of a process
+            writer = self._start_file()
         for piece in pieces:
             writer.add(piece)
 
+    def _start_file(self) -> "Writer":
+        path = self._temporary / f"{len(self._writers) + 1}.safetensors"
+        with name_write_errors(self._folder):
+            os.close(create_file(path))
+        self._writers.append(Writer(path, self._folder, reserve=self._reserve))
+        return self._writers[-1]
+
     def commit(self, order: Sequence[str], describe: Describe) -> dict[str, list[str]]:
         """Rename the new model, then remove the files of the old one."""
+        generation = self._compute_generation(order, describe) if self._writers[1:] else None
         for writer in self._writers:
-            _finish(writer, order, describe)
-        old = find_model_files(self._folder)
-        names = [SINGLE] if len(self._writers) == 1 else self._choose_names()
-        try:
-            self._rename(names, order)
-        finally:
-            _retry_interrupted(lambda: self._clean_up(names, old))
-        sync_folder(self._folder)
+            writer.finish(order, describe, generation)
+        with name_write_errors(self._folder), lock_replacement(self._folder / SINGLE):
+            old = find_model_files(self._folder)
+            names = [SINGLE] if len(self._writers) == 1 else self._choose_names()
+            try:
+                self._rename(names, order)
+            finally:
+                _retry_interrupted(lambda: self._clean_up(names, old))
+            sync_folder(self._folder)
         files = zip(names, self._writers, strict=True)
         return {str(self._folder / name): list(writer.checksums) for name, writer in files}
 
+    def _compute_generation(self, order: Sequence[str], describe: Describe) -> str:
+        """Return a hash of the content of all shards."""
+        digest = hashlib.sha256()
+        for writer in self._writers:
+            digest.update(writer.digest(order, describe))
+        return digest.hexdigest()[:32]
+
     def _rename(self, names: Sequence[str], order: Sequence[str]) -> None:
         for writer, name in zip(self._writers, names, strict=True):
-            writer.commit(self._folder / name)
+            replace_file(writer.path, self._folder / name)
+        # Each step must be on disk before the next: a power failure may undo the last only.
+        sync_folder(self._folder)
         if names != [SINGLE]:
             write_index(self._folder, INDEX, names, order)
             (self._folder / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index
+            sync_folder(self._folder)
 
     def _clean_up(self, names: Sequence[str], old: set[str]) -> None:
         """Remove the old model if the new one is complete, else the files of the new one."""
         if names == [SINGLE]:
-            is_complete = self._writers[0].is_committed_as(self._folder / SINGLE)
+            is_complete = self._writers[0].is_renamed_to(self._folder / SINGLE)
             obsolete = old - {SINGLE} if is_complete else set()
         elif not self._is_indexed(names):
             obsolete = set(names)
@@ -195,13 +233,18 @@ class FolderOutput(_Writers):
         except (OSError, FormatError):
             return False
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, error, trace)
+        for writer in self._writers:
+            writer.abandon()
+        self._resources.close()
         if error is not None and self._is_new:
             with suppress(OSError):  # another process wrote to it in the meantime
                 self._folder.rmdir()
@@ -281,10 +324,11 @@ def write_index(folder: Path, index: str, names: Sequence[str], order: Sequence[
 
 def note_parameters(index: Path, count: int) -> None:
     """Add the number of parameters, which the Hub displays, to an index if it exists."""
-    if index.exists():
-        table = json.loads(index.read_bytes())
-        table["metadata"] = {"total_parameters": count, **table["metadata"]}
-        write_json(index, table)
+    with lock_replacement(index.with_name(SINGLE)):
+        if index.exists():
+            table = json.loads(read_bytes(index))
+            table["metadata"] = {"total_parameters": count, **table["metadata"]}
+            write_json(index, table)
 
 
 def find_model_files(folder: Path) -> set[str]:
@@ -326,67 +370,85 @@ def check_name(name: str) -> None:
 
 
 class Writer:
-    """A safetensors file that is written under a temporary name beside its target.
+    """A safetensors file that is written at `path`, which exists and is empty.
 
     The header is first in the file but written last: `reserve` bytes are kept free for it. If it
     is larger, `finish` moves the data, which costs a second copy. With `header`, these bytes are
-    written instead; the tensors must be added in the order of its offsets. `discard` removes the
-    file unless it was committed.
+    written instead; the tensors must be added in the order of its offsets. `target` is named in
+    errors.
     """
 
-    def __init__(self, target: Path, *, reserve: int, header: bytes | None = None) -> None:
-        touch = partial(Path.touch, exist_ok=False)
-        self._temporary, self._descriptor = create_temporary(target, touch)
-        self._header = header
+    def __init__(
+        self, path: Path, target: Path, *, reserve: int, header: bytes | None = None
+    ) -> None:
+        self.path, self._target, self._header = path, target, header
         self._reserve = max(ceil_div(reserve, 8) * 8, 16) if header is None else len(header)
         self._entries: dict[str, HeaderEntry] = {}
+        self._heads = hashlib.sha256()
+        """Hash of the first bytes of each tensor that contains its own checksum."""
         self.checksums: dict[str, int | None] = {}
         self.size = 0
         """Bytes of tensors written so far."""
-        self._file: BinaryIO = os.fdopen(self._descriptor, "r+b", _BUFFER, closefd=False)
-        self._file.seek(self._reserve)
         self._flushed = 0
+        self._file = self._open()
+        self._status = os.fstat(self._file.fileno())
+        self._file.seek(self._reserve)
+
+    def _open(self) -> BinaryIO:
+        return os.fdopen(os.open(self.path, _WRITE), "r+b", _BUFFER)
 
     def add(self, piece: TensorBytes) -> None:
         """Append a tensor."""
-        begin = self.size
-        for chunk in piece.chunks:
-            data = chunk.numpy().data if isinstance(chunk, Tensor) else chunk
-            self._file.write(data)
-            self.size += len(data)
+        begin, head = self.size, b""
+        with name_write_errors(self._target):
+            for chunk in piece.chunks:
+                data = chunk.numpy().data if isinstance(chunk, Tensor) else chunk
+                head += bytes(data[: _HEAD - len(head)])
+                self._file.write(data)
+                self.size += len(data)
         assert self.size - begin == piece.spec.nbytes, piece.name
         if self.size - self._flushed > _FLUSH:
             self._flushed = self.size
             _start_flush(self._file.fileno())
         self._entries[piece.name] = HeaderEntry(piece.spec, begin, self.size)
         self.checksums[piece.name] = piece.checksum
+        if piece.checksum is None:
+            self._heads.update(head)
 
-    def finish(self, order: Sequence[str], describe: Callable[[str], Mapping[str, str]]) -> None:
-        """Write the header with the tensors in `order`, and sync the file to disk.
+    def digest(self, order: Sequence[str], describe: Describe) -> bytes:
+        """Return a hash of the content, computed from checksums and the header."""
+        names, table = self._make_table(order)
+        metadata = json.dumps(dict(describe(names, self.checksums, table, None)))
+        digest = hashlib.sha256(metadata.encode())
+        digest.update(table.encode())
+        digest.update(self._heads.digest())
+        return digest.digest()
 
-        `describe` returns the metadata from the text of the header table.
-        """
+    def finish(self, order: Sequence[str], describe: Describe, generation: str | None) -> None:
+        """Write the header with the tensors in `order`, and sync the file to disk."""
         raw = self._header
         if raw is None:
-            table = header_table({name: self._entries[name] for name in order})
-            raw = pack_header(table, describe(table), size=self._reserve)
-        if len(raw) > self._reserve:
-            self._move_data(len(raw))
-        self._file.seek(0)
-        self._file.write(raw)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+            names, table = self._make_table(order)
+            metadata = describe(names, self.checksums, table, generation)
+            raw = pack_header(table, metadata, size=self._reserve)
+        with name_write_errors(self._target):
+            if self._file.closed:
+                self._file = self._open()
+            if len(raw) > self._reserve:
+                self._move_data(len(raw))
+            self._file.seek(0)
+            self._file.write(raw)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
-    def commit(self, target: Path) -> None:
-        """Rename the finished file to `target`, replacing an existing file."""
-        if target.exists():
-            shutil.copymode(target, self._temporary)
-        self._temporary.replace(target)
+    def _make_table(self, order: Sequence[str]) -> tuple[list[str], str]:
+        names = [name for name in order if name in self._entries]
+        return names, header_table({name: self._entries[name] for name in names})
 
-    def is_committed_as(self, target: Path) -> bool:
+    def is_renamed_to(self, target: Path) -> bool:
         """Return True if `target` is this file."""
-        return target.exists() and os.path.samestat(target.stat(), os.fstat(self._descriptor))
+        return target.exists() and os.path.samestat(target.stat(), self._status)
 
     def _move_data(self, start: int) -> None:
         """Move all data towards the end of the file, the last bytes first."""
@@ -397,12 +459,15 @@ class Writer:
             self._file.write(data)
         self._reserve = start
 
-    def discard(self) -> None:
-        """Remove the file unless it was committed."""
+    def close(self) -> None:
+        """Close the file, to be finished later."""
+        with name_write_errors(self._target):
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file, to be removed."""
         with suppress(OSError):  # closing flushes, which fails again if the disk is full
             self._file.close()
-        self._temporary.unlink(missing_ok=True)
-        os.close(self._descriptor)  # releases the lock: until then it is not a leftover
 
 
 def header_table(entries: Mapping[str, HeaderEntry]) -> str:
@@ -445,11 +510,6 @@ def check_target(path: Path) -> Path:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path}: the folder {target.parent} does not exist")
     return target
-
-
-def _finish(writer: Writer, order: Sequence[str], describe: Describe) -> None:
-    names = [name for name in order if name in writer.checksums]
-    writer.finish(names, lambda table: describe(names, writer.checksums, table))
 
 
 def _retry_interrupted(action: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 """Run an action at any line of the writer."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,5 +48,5 @@ def find_lines(path, kind):
 def restore_old(path, kind):
     """Remove all files and save the old model."""
     for file in get_folder(path).iterdir():
-        file.unlink()
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
     save_old(path, kind)

@@ -124,6 +124,12 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     return Contents(result, tree, delta, owners, sources)
 
 
+def read_generation(file: StoredFile) -> str | None:
+    """Return the text that all shards of one save share, or None if the file has none."""
+    manifest = _read_manifest(file)
+    return manifest.generation if manifest else None
+
+
 def _make_members(
     stored: Mapping[str, StoredEntry],
     blobs: Mapping[str, bool | None],
@@ -172,4 +178,5 @@ __all__ = [
     "find",
     "names",
     "read_contents",
+    "read_generation",
 ]

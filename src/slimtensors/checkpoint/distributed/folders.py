@@ -44,7 +44,7 @@ from slimtensors.folder.config_json import (
     remove_compression,
 )
 from slimtensors.parallel import Each, Workers
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import StrPath, local_path, read_bytes, write_file_atomically
 from slimtensors.storage.atomic import create_folder
 from slimtensors.tensor import Json, Spec, dtype_name
 
@@ -94,7 +94,7 @@ def consolidate(
             )
 
         if config is not None:
-            (folder / CONFIG).write_bytes(edit_config_text(local_path(config).read_bytes(), edit))
+            write_file_atomically(folder / CONFIG, edit_config_text(read_bytes(config), edit))
     return replace(
         summary, files=[str(local_path(target) / Path(file).name) for file in summary.files]
     )

@@ -1,5 +1,6 @@
 """Manifest of a distributed checkpoint: `distributed.json`, which makes it complete."""
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from slimtensors.errors import (
     UnsupportedVersionError,
 )
 from slimtensors.storage import DISTRIBUTED as MANIFEST
-from slimtensors.storage.atomic import write_file_atomically
+from slimtensors.storage import open_for_reading, read_text, write_file_atomically
 from slimtensors.tensor import Json, Spec, parse_shape
 
 VERSION = 1
@@ -143,7 +144,7 @@ def read_distributed_manifest(folder: Path) -> DistributedManifest:
     """Read `distributed.json`."""
     path = folder / MANIFEST
     try:
-        return DistributedManifest.from_text(path.read_text(encoding="utf-8"))
+        return DistributedManifest.from_text(read_text(path))
     except FileNotFoundError:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint") from None
@@ -158,7 +159,7 @@ def read_distributed_manifest(folder: Path) -> DistributedManifest:
 
 def read_base_name(folder: Path) -> str | None:
     """Return the folder name of the base of a checkpoint; read only the head of the manifest."""
-    with (folder / MANIFEST).open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_for_reading(folder / MANIFEST), "utf-8", "replace") as file:
         line = next((line for line in file if line.startswith('"base": ')), '"base": null')
     try:
         base = json.loads("{" + line.rstrip(",\n") + "}")["base"]
