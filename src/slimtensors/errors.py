@@ -6,6 +6,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
     ├── FormatError                  the file does not follow the format
     │   ├── CorruptFileError         truncated, out of bounds, wrong checksum
     │   ├── MixedShardsError         shards of different saves, or replaced while being opened
+    │   ├── MissingFileError         listed in an index, but not found
     │   ├── UnsupportedVersionError  written by a newer version
     │   └── UnknownCodecError        the codec is not registered
     ├── ConfigError                  invalid option or unknown name
@@ -38,6 +39,10 @@ class CorruptFileError(FormatError):
 
 class MixedShardsError(FormatError):
     """The shards are of different saves, or were replaced while they were opened."""
+
+
+class MissingFileError(FormatError, FileNotFoundError):
+    """A file that an index lists does not exist."""
 
 
 class UnsupportedVersionError(FormatError):
@@ -89,8 +94,15 @@ class MissingDependencyError(SlimError, ImportError):
         )
 
 
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that a parser raises for data it did not expect, `RecursionError` included."""
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Errors that a parser raises for data it did not expect."""
 
 
 @contextmanager
@@ -102,6 +114,8 @@ def report_malformed(document: str, kind: type[SlimError] = CorruptFileError) ->
     try:
         yield
     except (FormatError, kind) as error:
+        if str(error).startswith(document):
+            raise
         raise type(error)(f"{document}: {error}") from error
     except _MALFORMED as error:
         if isinstance(error, SlimError) and not isinstance(error, ConfigError):
@@ -115,3 +129,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def escape_text(text: str, *, keep: str = "") -> str:
+    r"""Return text for a terminal: characters that would control it as escapes such as `\x1b`.
+
+    These are all characters that are not printable: control characters, line breaks, overrides of
+    the text direction, lone surrogates. Those in `keep` stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import weights, write_folder
+from reliability_tools import edit_manifest
 from safetensors.torch import load_file
 from strategies import same_bits, same_tensors
 
@@ -236,6 +237,29 @@ def test_a_residual_that_does_not_fit_its_base_is_a_corrupt_file_error(tmp_path)
         )
         with pytest.raises(CorruptFileError, match=r"delta: x: .*fit"):
             restore(tmp_path / "delta", tmp_path / "base", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda delta: delta["tensors"].update(more=["whole"]),
+        lambda delta: delta["tensors"].update(more=["difference", "0" * 32]),
+        lambda delta: delta["tied"].update(x=["w"]),
+        lambda delta: delta["tied"].update(x={}),
+        lambda delta: delta.update(tensors=[]),
+        lambda delta: delta.update(files={"a.safetensors": [[1]]}),
+    ],
+)
+def test_a_forged_delta_is_refused_with_its_name(tmp_path, change):
+    base, new, delta = (tmp_path / f"{name}.safetensors" for name in ("base", "new", "delta"))
+    slimtensors.save({"w": torch.zeros(64, 64)}, base)
+    slimtensors.save({"w": torch.ones(64, 64)}, new)
+    diff(new, base, delta)
+    forged = edit_manifest(delta.read_bytes(), lambda manifest: change(manifest["delta"]))
+    delta.write_bytes(forged)
+    with pytest.raises(CorruptFileError, match=r"delta\.safetensors"):
+        restore(delta, base, tmp_path / "again.safetensors")
+    assert not (tmp_path / "again.safetensors").exists()
 
 
 def test_bases_may_be_remote(models):

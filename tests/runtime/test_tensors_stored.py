@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reliability_tools import blob, blob_file, split, split_blob
 from strategies import same_bits, same_results
 from torch import nn
 
@@ -115,6 +116,31 @@ def test_damaged_files_raise_on_load(tmp_path):
     file.write_bytes(raw)
     with pytest.raises(CorruptFileError, match="w: checksum mismatch"):
         slimtensors.load(file, run_compressed=True)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("kind", ["int8", "int8 dynamic", "sparse", "sparse int8", "rounded"])
+def test_missing_parts_raise_on_load(tmp_path, kind):
+    weight = KINDS[kind](matrix(keep=0.5)) if kind in KINDS else matrix(keep=0.5)
+    slimtensors.save({"w": weight}, tmp_path / "file", preset="extreme")
+    header, payload = split_blob(split((tmp_path / "file").read_bytes())[1])
+    for name in header["parts"]:
+        parts = {key: part for key, part in header["parts"].items() if key != name}
+        raw = blob({**header, "parts": parts}, payload)
+        (tmp_path / "forged").write_bytes(blob_file(raw, "w"))
+        for run_compressed in (False, True):
+            with pytest.raises(CorruptFileError, match=r"forged: w: "):
+                slimtensors.load(tmp_path / "forged", run_compressed=run_compressed)
+
+
+@pytest.mark.hostile
+def test_inputs_of_another_shape_than_their_weight_raise_on_load(tmp_path):
+    slimtensors.save({"w": KINDS["int8 dynamic"](matrix())}, tmp_path / "file")
+    header, payload = split_blob(split((tmp_path / "file").read_bytes())[1])
+    raw = blob({**header, "shape": [48, 32]}, payload)
+    (tmp_path / "file").write_bytes(blob_file(raw, "w"))
+    with pytest.raises(CorruptFileError, match="do not fit"):
+        slimtensors.load(tmp_path / "file", run_compressed=True)
 
 
 def test_model_loads_into_meta_with_the_same_outputs(tmp_path):

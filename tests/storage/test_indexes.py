@@ -101,8 +101,15 @@ def test_an_index_in_bad_utf8_is_refused(tmp_path):
 def test_a_shard_that_is_missing_is_named(tmp_path):
     slimtensors.save(sample(), tmp_path / "a.safetensors")
     write_index(tmp_path, {"steps": "a.safetensors", "y": "gone.safetensors"})
-    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors"):
-        slimtensors.load(tmp_path)
+    for kind in (FileNotFoundError, FormatError):
+        with pytest.raises(kind, match=r"index\.json: .*gone\.safetensors is listed"):
+            slimtensors.load(tmp_path)
+
+
+def test_a_shard_with_a_name_that_is_too_long_is_refused(tmp_path):
+    slimtensors.save(sample(), tmp_path / "a.safetensors")
+    write_index(tmp_path, {"steps": "a.safetensors", "y": "y" * 300})
+    assert_refused(tmp_path, where=INDEX)
 
 
 def test_a_shard_that_is_a_folder_is_named(tmp_path):

@@ -23,7 +23,7 @@ from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan, encode
 from slimtensors.codecs.presets import Choice, Chooser
 from slimtensors.codecs.residual import KINDS, ResidualKind, apply_residual, choose_residual
-from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
+from slimtensors.errors import ConfigError, CorruptFileError, MismatchError, report_malformed
 from slimtensors.parallel import Each
 from slimtensors.storage import StrPath, is_inside, local_path
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, as_bytes, bitwise_equal, dtype_name
@@ -196,10 +196,12 @@ class DeltaManifest:
         """Return the manifest of an archive; raise if it is not a delta."""
         if delta.delta is None:
             raise ConfigError(f"{delta.path} is not a delta")
-        try:
-            return cls.from_json(delta.delta)
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{delta.path}: {error}") from error
+        with report_malformed(f"{delta.path}: delta"):
+            manifest = cls.from_json(delta.delta)
+        for name, entry in manifest.tensors.items():
+            if entry[0] != "same" and name not in delta:
+                raise CorruptFileError(f"{delta.path}: {name}: listed in the delta, but not found")
+        return manifest
 
     @property
     def base_digest(self) -> str:

@@ -18,7 +18,7 @@ from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.tree import unflatten
 from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.codecs.statistics import order0
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, report_malformed
 from slimtensors.parallel import Each, Workers, serially
 from slimtensors.storage import (
     LocalLocation,
@@ -331,10 +331,8 @@ class Archive:
     def _query(self, name: str, read: Callable[[Member], T]) -> T:
         """Return `read` of a tensor; errors get the names of file and tensor."""
         member = self._find(name)
-        try:
+        with report_malformed(f"{member.file.name}: {name}"):
             return read(member)
-        except FormatError as error:
-            raise type(error)(f"{member.file.name}: {name}: {error}") from error
 
 
 def open(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Archive:

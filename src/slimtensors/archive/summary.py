@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 
+from slimtensors.errors import escape_text
 from slimtensors.tensor import Json
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Return a plain text table; the first `left` columns are left-aligned, the others right."""
+    rows = [[escape_text(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
 
     def format_row(cells: Sequence[str]) -> str:
@@ -24,7 +26,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: in
 
 def format_markdown(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Return a Markdown table."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rows = [[escape_text(cell).replace("|", "\\|") for cell in row] for row in rows]
     rule = [":--" if i < left else "--:" for i in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 

@@ -65,15 +65,10 @@ def unflatten(outline: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that was passed to `flatten`."""
     try:
         return _Rebuilder(tensors).rebuild(outline, 0)
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
-        raise CorruptFileError(f"malformed state outline: {error!r}") from error
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(f"malformed state outline: {repr(error)[:200]}") from error
+    except RuntimeError as error:  # of torch, or nested too deeply
+        raise CorruptFileError(f"malformed state outline: {repr(error)[:200]}") from error
 
 
 _VERSION_1 = {

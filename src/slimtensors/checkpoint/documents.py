@@ -20,6 +20,8 @@ _MAX_BYTES = 1 << 30
 """Size above which a document is refused instead of read into memory."""
 MAX_BASES = 200
 """Largest number of bases between a delta and its keyframe."""
+_MAX_NAME = 255
+"""Bytes of a file name."""
 _MAX_INTEGER = (1 << 63) - 1
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, by the strings that represent them."""
@@ -193,7 +195,8 @@ def format_number(value: float) -> float | str:
 
 def is_plain_name(name: str) -> bool:
     """Return True if this is a name inside a folder: not a path, not hidden."""
-    return bool(name) and not name.startswith(".") and not set(name) & set("/\\\0")
+    is_short = 0 < len(name.encode()) <= _MAX_NAME
+    return is_short and not name.startswith(".") and not set(name) & set("/\\\0")
 
 
 def _shorten(value: object) -> str:

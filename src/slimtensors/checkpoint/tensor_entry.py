@@ -13,9 +13,9 @@ from torch import Tensor
 from slimtensors.archive import Archive
 from slimtensors.archive.delta import tensor_digest
 from slimtensors.codecs.residual import ResidualKind, apply_residual, ungroup_bytes
-from slimtensors.errors import CorruptFileError, MismatchError
+from slimtensors.errors import CorruptFileError, MismatchError, report_malformed
 from slimtensors.parallel import Each, serially
-from slimtensors.tensor import Json, Spec, allocate
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, allocate
 
 WHOLE, SAME = "whole", "same"
 DIFFERENCES = ("difference", "by-exponent")
@@ -164,7 +164,10 @@ def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, s
             and tied.keys().isdisjoint(entries)
             and all(isinstance(target, str) and target in entries for target in tied.values())
         ):
-            parsed = {name: TensorEntry.from_json(entry) for name, entry in entries.items()}
+            parsed: dict[str, TensorEntry] = {}
+            for name, entry in entries.items():
+                with report_malformed(f"{archive.path}: {name}"):
+                    parsed[name] = TensorEntry.from_json(entry)
         case _:
             raise CorruptFileError(f"{archive.path}: invalid table of tensor entries")
     for name, entry in parsed.items():
@@ -184,6 +187,10 @@ def decode_entry(
     x = _decode(entry, stored, other, each)
     if tuple(x.shape) != entry.like.shape:
         raise CorruptFileError(f"expected shape {entry.like.shape}, got {tuple(x.shape)}")
+    if x.dtype is entry.like.dtype:
+        return x
+    if x.is_quantized or entry.like.dtype in QUANTIZED_DTYPES:
+        raise CorruptFileError(f"{x.dtype} cannot be converted to {entry.like.dtype}")
     return x.to(entry.like.dtype)
 
 

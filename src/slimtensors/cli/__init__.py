@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 
 import slimtensors
+from slimtensors.cli.streams import PREFIX, escape_output
 from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
 
 VERBS = {
@@ -31,6 +32,11 @@ NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    with escape_output():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     verb = next((word for word in words if not word.startswith("-")), None)
     try:
@@ -83,5 +89,5 @@ def _import_verb(name: str) -> ModuleType:
 
 
 def _fail(message: object, code: int) -> int:
-    print(f"slimtensors: {message}", file=sys.stderr)
+    print(f"{PREFIX}{message}", file=sys.stderr)
     return code

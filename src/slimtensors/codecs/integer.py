@@ -190,7 +190,8 @@ def _dequantize(
     parts: Parts, like: Spec, scales: int, pieces: Sequence[_Piece], each: Each
 ) -> Tensor:
     q, scale = parts["q"], parts["scale"]
-    if Spec.of(q) != Spec(torch.int8, like.shape) or not like.dtype.is_floating_point:
+    is_float = like.dtype.is_floating_point and dtype_name(like.dtype) != "float4_e2m1fn_x2"
+    if Spec.of(q) != Spec(torch.int8, like.shape) or not is_float:
         raise CorruptFileError(f"integers of {Spec.of(q)} do not fit a tensor of {like}")
     if scale.dtype is not torch.float32 or scale.numel() != scales:
         raise CorruptFileError(f"expected {scales} float32 scales, got {Spec.of(scale)}")

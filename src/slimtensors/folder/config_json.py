@@ -17,7 +17,7 @@ import torch
 from slimtensors.archive.originals import pack_text, text_limit, unpack_text
 from slimtensors.archive.summary import Summary
 from slimtensors.codecs.statistics import Sparsity, merge
-from slimtensors.errors import ConfigError, CorruptFileError, suggest
+from slimtensors.errors import ConfigError, CorruptFileError, report_malformed, suggest
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.storage import Location, StrPath, locate, read_bytes, weight_files, write_json
 from slimtensors.tensor import Json, dtype_name, find_dtype
@@ -51,7 +51,11 @@ Edit = Callable[[Json], Json]
 def read_config(source: StrPath | Location) -> Json:
     """Return the content of `config.json` in a folder or beside a file; empty if not found."""
     folder = resolve_folder(locate(source) if isinstance(source, str | os.PathLike) else source)
-    return _parse(folder.child(CONFIG).read()) if CONFIG in folder.files() else {}
+    if CONFIG not in folder.files():
+        return {}
+    file = folder.child(CONFIG)
+    with report_malformed(str(file), ConfigError):
+        return _parse(file.read())
 
 
 def update_config(folder: Path, edit: Edit) -> None:
@@ -59,8 +63,9 @@ def update_config(folder: Path, edit: Edit) -> None:
     path = folder / CONFIG
     if not path.exists():
         return
-    config = _parse(read_bytes(path))
-    edited = edit(config)
+    with report_malformed(str(path), ConfigError):
+        config = _parse(read_bytes(path))
+        edited = edit(config)
     if edited != config:
         write_json(path, edited)
 
@@ -70,16 +75,17 @@ def edit_config_text(text: bytes, edit: Edit) -> bytes:
 
     A section of ours keeps the text from before compression, unless our own form of it is equal.
     """
-    config = _parse(text)
-    edited = edit(config)
-    if _is_same(edited, config):
-        return text
-    original = _find_original(config, text)
-    if original is not None:
-        if _is_same(edited, _parse(original)):
-            return original
-        edited = _keep_original(edited, original)
-    return to_json_text(edited)
+    with report_malformed(CONFIG, ConfigError):
+        config = _parse(text)
+        edited = edit(config)
+        if _is_same(edited, config):
+            return text
+        original = _find_original(config, text)
+        if original is not None:
+            if _is_same(edited, _parse(original)):
+                return original
+            edited = _keep_original(edited, original)
+        return to_json_text(edited)
 
 
 def _is_same(a: Json, b: Json) -> bool:
@@ -270,8 +276,9 @@ def parse_quantization(config: Json) -> QuantizationConfig | None:
     if not section:
         return None
     if (method := section.get("quant_method", COMPRESSED_TENSORS)) != COMPRESSED_TENSORS:
-        raise ConfigError(f"quantized by {method}, which is not supported")
-    quantization = QuantizationConfig.from_dict(before)
+        raise ConfigError(f"{CONFIG}: quantized by {str(method)[:80]}, which is not supported")
+    with report_malformed(CONFIG, ConfigError):
+        quantization = QuantizationConfig.from_dict(before)
     return quantization if quantization.config_groups else None
 
 
@@ -297,12 +304,14 @@ def _main_dtype(summary: Summary) -> str:
 
 
 def _parse(text: bytes) -> Json:
+    """Parse the text; the caller adds the name of the file to errors."""
     try:
         config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
+        to_json_text(config)  # JSON allows text that cannot be written: lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{CONFIG}: expected a JSON object, got {type(config).__name__}")
+        raise ConfigError(f"expected a JSON object, got {type(config).__name__}")
     return config
 
 
@@ -359,4 +368,5 @@ def parse_sparsity(section: Mapping[str, Any]) -> SparsityConfig:
     named = {kind.default_format.replace("_", "-"): kind for kind in kinds}
     kind = named.get(str(section.get("format")).replace("_", "-"), SparsityConfig)
     known = {field.name for field in fields(kind)}
-    return kind.from_dict({key: value for key, value in section.items() if key in known})
+    with report_malformed(f"{CONFIG}: {_SPARSITY_KEY}", ConfigError):
+        return kind.from_dict({key: value for key, value in section.items() if key in known})

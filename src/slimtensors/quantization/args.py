@@ -113,6 +113,8 @@ class QuantizationArgs:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"expected quantization arguments, got {str(data)[:80]!r}")
         known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
             raise ConfigError(f"unknown quantization argument {key!r}; {suggest(key, known)}")
@@ -124,6 +126,15 @@ class QuantizationArgs:
         return cls(**values)
 
     def _check(self) -> None:
+        if type(self.symmetric) is not bool:
+            raise ConfigError(f"symmetric must be true or false, got {self.symmetric!r}")
+        if not isinstance(self.observer, str | None):
+            raise ConfigError(f"observer must be a name, got {self.observer!r}")
+        if not isinstance(self.observer_kwargs, Mapping):
+            raise ConfigError(f"observer_kwargs must be a mapping, got {self.observer_kwargs!r}")
+        for key in ("scale_dtype", "zp_dtype"):
+            if not isinstance(getattr(self, key), torch.dtype | None):
+                raise ConfigError(f"{key} must be a dtype, got {getattr(self, key)!r}")
         bits = self.num_bits
         supported = _INT_BITS if self.type is QuantizationType.INT else _FLOAT_BITS
         if type(bits) is not int or bits not in supported:

@@ -7,16 +7,26 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from slimtensors.errors import ConfigError, suggest
+from slimtensors.errors import ConfigError, report_malformed, suggest
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.storage import read_text
+from slimtensors.storage import read_bytes
 from slimtensors.tensor import Json
 
 LAYOUT = "0.20.0"
 """Release of compressed-tensors whose layout of tensors and config we write."""
 
 _SECTIONS = ("quantization_config", "compression_config")
+_TYPES: Mapping[str, Any] = {
+    "config_groups": Mapping,
+    "format": str,
+    "ignore": list | tuple,
+    "global_compression_ratio": int | float,
+    "version": str,
+    "sparsity_config": Mapping,
+    "transform_config": Mapping,
+    "moe_sparsity_config": Mapping,
+}
 _RUNTIME_KEYS = {"run_compressed", "dequantize", "use_optimized_inference"}
 
 
@@ -77,16 +87,15 @@ class QuantizationConfig:
     @classmethod
     def parse_file(cls, path: str | Path) -> Self:
         """Read a JSON file: the section alone, or a `config.json` that contains it."""
-        try:
-            data = json.loads(read_text(path))
-        except ValueError as error:
-            raise ConfigError(f"{path}: invalid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected a JSON object")
-        try:
+        raw = read_bytes(path)
+        with report_malformed(str(path), ConfigError):
+            try:
+                data = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"invalid JSON: {error}") from error
+            if not isinstance(data, dict):
+                raise ConfigError("expected a JSON object")
             return cls.from_dict(data)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -94,11 +103,20 @@ class QuantizationConfig:
 
         Raise `ConfigError` on unknown keys, with the nearest valid one.
         """
-        section = _find_section(data)
+        with report_malformed("quantization_config", ConfigError):
+            return cls._parse(_find_section(data))
+
+    @classmethod
+    def _parse(cls, section: Mapping[str, Any]) -> Self:
         known = {entry.name for entry in fields(cls)}
         for key in section.keys() - known - _RUNTIME_KEYS:
-            raise ConfigError(f"unknown key {key!r} in quantization_config; {suggest(key, known)}")
+            raise ConfigError(f"unknown key {key!r}; {suggest(key, known)}")
         values = {key: x for key, x in section.items() if key in known and x is not None}
+        for key, value in values.items():
+            if key in _TYPES and not isinstance(value, _TYPES[key]):
+                raise ConfigError(f"{key}: unexpected {type(value).__name__} {str(value)[:80]!r}")
+        if not all(isinstance(target, str) for target in values.get("ignore", ())):
+            raise ConfigError("ignore: expected a list of names")
         values.setdefault("version", None)
         method = values.get("quant_method", "compressed-tensors")
         if method != "compressed-tensors":

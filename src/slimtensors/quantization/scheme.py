@@ -108,6 +108,8 @@ class QuantizationScheme:
         if isinstance(self.targets, str) or not all(isinstance(t, str) for t in self.targets):
             raise ConfigError(f"targets must be a list of names, got {self.targets!r}")
         object.__setattr__(self, "targets", tuple(self.targets))
+        if not isinstance(self.format, str | None):
+            raise ConfigError(f"format must be a name, got {str(self.format)[:80]!r}")
         if self.format == "mixed-precision":
             raise ConfigError("mixed-precision is the format of a config, not of a group")
         for key in ("input_activations", "output_activations"):
@@ -129,7 +131,7 @@ class QuantizationScheme:
     @classmethod
     def preset(cls, name: str, targets: Sequence[str] = ("Linear",)) -> Self:
         """Return a named scheme such as `W4A16`."""
-        known = name.upper()
+        known = str(name).upper()
         if known not in PRESETS:
             raise ConfigError(f"unknown preset {name!r}; {suggest(known, PRESETS)}")
         weights, inputs = PRESETS[known]
@@ -152,7 +154,9 @@ class QuantizationScheme:
         if not isinstance(data.get("targets"), list):
             raise ConfigError(f"a config group needs a list of targets, got {data}")
         parsed = {
-            key: QuantizationArgs.from_dict(data[key]) for key in _ARGS_FIELDS if data.get(key)
+            key: QuantizationArgs.from_dict(data[key])
+            for key in _ARGS_FIELDS
+            if data.get(key) not in (None, {})
         }
         return cls(data["targets"], **parsed, format=data.get("format"))
 

@@ -7,7 +7,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slimtensors.errors import ConfigError, MissingDependencyError, suggest
+from slimtensors.errors import (
+    ConfigError,
+    MissingDependencyError,
+    report_malformed,
+    suggest,
+)
 from slimtensors.quantization import QuantizationArgs, QuantizationScheme
 from slimtensors.recipe.modifiers import (
     AWQ,
@@ -94,6 +99,8 @@ _FIXED_FIELDS: Mapping[str, object] = {
 _ALL_TARGETS = ("__ALL_PRUNABLE__", "__ALL__")
 
 _FLOAT = re.compile(r"^(?:[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?|[-+]?\.inf|\.nan)$")
+_MAX_ITEMS = 100_000
+"""Values in a recipe, to which a few lines with aliases could expand."""
 _INT = re.compile(r"^(?:[-+]?\d+)$")
 
 
@@ -160,16 +167,15 @@ class Recipe:
     @classmethod
     def load(cls, path: StrPath) -> "Recipe":
         """Read a YAML file."""
-        try:
-            return cls.from_yaml(read_text(path))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: recipe not found") from None
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot read the recipe: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: invalid YAML: not UTF-8 text") from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        with report_malformed(str(path), ConfigError):
+            try:
+                return cls.from_yaml(read_text(path))
+            except FileNotFoundError:
+                raise ConfigError("recipe not found") from None
+            except OSError as error:
+                raise ConfigError(f"cannot read the recipe: {error.strerror}") from error
+            except UnicodeDecodeError as error:
+                raise ConfigError("invalid YAML: not UTF-8 text") from error
 
     @classmethod
     def from_yaml(cls, source: str) -> "Recipe":
@@ -179,6 +185,11 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
         """Read the content of a YAML file; without stages, all modifiers form one stage."""
+        with report_malformed("recipe", ConfigError):
+            return cls._parse(data)
+
+    @classmethod
+    def _parse(cls, data: Mapping[str, Any]) -> "Recipe":
         if not isinstance(data, Mapping):
             raise ConfigError(f"expected a mapping of stages, or a .yaml file; got {data!r}")
         stages = {key: x for key, x in data.items() if str(key).endswith(_STAGE)}
@@ -345,14 +356,42 @@ def _parse_yaml(source: str) -> Any:
     """Read YAML without executing anything; duplicate keys raise."""
     yaml = _import_yaml()
     try:
-        return yaml.load(source, Loader=_make_loader(yaml))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"invalid YAML: {error}") from error
+        data = yaml.load(source, Loader=_make_loader(yaml))
+        _check_count(_count_items(data, {}))
+    except (yaml.YAMLError, RecursionError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"invalid YAML: {str(error) or type(error).__name__}") from error
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, AttributeError, LookupError) as error:  # of PyYAML, for numbers
+        raise ConfigError(f"invalid YAML: {str(error)[:200]}") from error
+    return data
+
+
+def _check_count(items: int) -> None:
+    if items > _MAX_ITEMS:
+        raise ConfigError(f"aliases expand to more than {_MAX_ITEMS} items")
+
+
+def _count_items(value: Any, counts: dict[int, int]) -> int:
+    """Return the number of values; those with several aliases count each time."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = _MAX_ITEMS + 1  # until it is known: an alias of itself has no end
+        parts = value.values() if isinstance(value, dict) else value
+        counts[id(value)] = 1 + sum(_count_items(part, counts) for part in parts)
+    return counts[id(value)]
 
 
 def _make_loader(yaml: Any) -> Any:
     """Return a safe loader with the numbers of YAML 1.2: in YAML 1.1, `2:4` is 124."""
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)  # copies the items of `<<: *alias`
+            _check_count(len(node.value))
+
+    loader: Any = Loader
     numbers = {"tag:yaml.org,2002:int": _INT, "tag:yaml.org,2002:float": _FLOAT}
     loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in pairs if tag not in numbers]

@@ -3,7 +3,9 @@
 import html
 import json
 from importlib.resources import files
+from typing import Any
 
+from slimtensors.errors import escape_text
 from slimtensors.report.data import Report
 from slimtensors.storage import StrPath, local_path, write_file_atomically
 
@@ -24,9 +26,9 @@ _SCRIPTS = (
 
 def render_page(report: Report) -> str:
     """Return the HTML of a report."""
-    data = json.dumps(report.to_json(), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(_escape(report.to_json()), separators=(",", ":"), allow_nan=False)
     values = {
-        "{{title}}": html.escape(report.title),
+        "{{title}}": html.escape(escape_text(report.title)),
         "{{style}}": _read_asset("style.css"),
         "{{script}}": "\n".join(_read_asset(f"{name}.js") for name in _SCRIPTS),
         # Inside a script element only `</script` and `<!--` are special.
@@ -44,6 +46,18 @@ def write_page(report: Report, path: StrPath) -> None:
     """Write the HTML of a report to a file, atomically."""
     # "replace": file names may contain surrogates, which UTF-8 cannot encode
     write_file_atomically(local_path(path), render_page(report).encode("utf-8", "replace"))
+
+
+def _escape(value: Any) -> Any:
+    """Return JSON data whose names cannot change the direction or the lines of a text."""
+    match value:
+        case str():
+            return escape_text(value, keep="\n\t")
+        case dict():
+            return {key: _escape(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_escape(part) for part in value]
+    return value
 
 
 def _read_asset(name: str) -> str:

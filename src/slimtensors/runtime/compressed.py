@@ -272,8 +272,11 @@ def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> 
         x = _rebuild(json.loads(form), {name: _adopt(name, x) for name, x in leaves.items()}, "")
         for name in leaves.keys() - dict(x.leaves()).keys():
             raise CorruptFileError(f"unknown part {str(name)[:80]!r}")
-        if not _are_results_fake():
-            x.check()
+        try:
+            if not _are_results_fake():
+                x.check()
+        except RuntimeError as error:  # of torch, about shapes or dtypes
+            raise CorruptFileError(str(error)) from error
     return nn.Parameter(x, requires_grad=False) if is_param else x
 
 

@@ -94,7 +94,10 @@ def to_compressed(x: Encoded, each: Each = serially) -> CompressedTensor | None:
             if not isinstance(inner, QuantizedTensor):
                 return None
             inputs = QuantizationArgs.from_dict(x.codec.args)
-            return QuantizedTensor(inner.parts(), replace(inner.config, inputs=inputs), x.spec)
+            config = replace(inner.config, inputs=inputs)
+            quantized = QuantizedTensor(inner.parts(), config, x.spec)
+            quantized.check()
+            return quantized
     return None
 
 

@@ -1,5 +1,6 @@
 """Read safetensors files: a single file, a folder, or the shards listed in an index."""
 
+import errno
 import json
 import struct
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slimtensors.errors import CorruptFileError, FormatError, MixedShardsError
+from slimtensors.errors import CorruptFileError, FormatError, MissingFileError, MixedShardsError
 from slimtensors.storage.files import StrPath
 from slimtensors.storage.location import ByteSource, Location
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
@@ -61,6 +62,9 @@ DTYPE_OF_CODE: dict[str, torch.dtype] = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 PACKED_PAIR = DTYPE_OF_CODE.get("F4")
 """A dtype with two numbers per item: safetensors counts the numbers, torch the items."""
+
+_NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""Error numbers for a name that is not that of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ def open_files(where: Location, find_generation: FindGeneration) -> list[StoredF
                 return [open_file(main)]
             index, shards = main.identity(), read_index(main)
             places = [main.parent().child(key) for key in shards]
-            files = [open_file(place, key) for place, key in zip(places, shards, strict=True)]
+            files = [_open_shard(main, key) for key in shards]
             _check_entries(main, files, shards)
             if _have_generation(files, find_generation):
                 return files
@@ -235,6 +239,16 @@ def _are_unchanged(places: Sequence[Location], identities: Sequence[object]) -> 
     """Return True if these are still the files that were opened, as far as that is known."""
     pairs = zip(places, identities, strict=True)
     return all(identity is None or place.identity() == identity for place, identity in pairs)
+
+
+def _open_shard(index: Location, key: str) -> StoredFile:
+    shard = index.parent().child(key)
+    try:
+        return open_file(shard, key)
+    except OSError as error:
+        if error.errno not in _NOT_FOUND and not isinstance(error, FileNotFoundError):
+            raise
+        raise MissingFileError(f"{index}: {shard} is listed, but not found") from error
 
 
 def weight_files(where: Location) -> list[str]:
