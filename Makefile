@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
 CPP := $(wildcard cpp/*/*.h cpp/*/*.cpp)
 
-.PHONY: demo test test-long test-python test-arm lint docs bench clean
+.PHONY: demo test test-long test-python test-arm fuzz lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -31,6 +31,10 @@ test-python:
 test-arm:
 	command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 || apt-get install -y g++-aarch64-linux-gnu qemu-user cmake
 	cpp/tests/run.sh aarch64
+
+# Mutated documents of every kind, with valid checksums; FUZZ is passed on: FUZZ="--count 10000 --seed 7".
+fuzz: $(VENV)/developing
+	$(BIN)/python tests/fuzzing/run.py $(FUZZ)
 
 lint: $(VENV)/developing
 	$(BIN)/ruff format --check
