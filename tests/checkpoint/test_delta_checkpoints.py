@@ -75,6 +75,17 @@ def test_tensors_missing_in_the_base_are_stored_whole(tmp_path, states):
     assert equal_states(load_checkpoint(tmp_path / "d"), states[1])
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_empty_moments_round_trip(tmp_path, profile, shape):
+    moments = {"exp_avg": torch.empty(shape), "exp_avg_sq": torch.empty(shape)}
+    state = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {0: moments}}}
+    save_checkpoint({"model": {"w": torch.zeros(3)}, "n": 1}, tmp_path / "a")
+    save_checkpoint(state, tmp_path / "b", base=tmp_path / "a", profile=profile)
+    if not PROFILES[profile].is_model_only:
+        assert equal_states(load_checkpoint(tmp_path / "b"), state)
+
+
 def test_a_delta_with_few_changed_weights_is_small(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(512, 512).bfloat16()

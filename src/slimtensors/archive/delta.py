@@ -267,6 +267,8 @@ def tensor_digest(x: Tensor) -> str:
 def estimate_bytes(name: str, x: Tensor, choose: Chooser) -> float:
     """Estimate the encoded size of a tensor from a few samples of it."""
     flat = x.reshape(-1)
+    if not flat.numel():
+        return 0.0
     samples = [flat]
     if flat.numel() > _SAMPLE * _SAMPLES:
         last = flat.numel() - _SAMPLE

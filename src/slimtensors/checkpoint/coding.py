@@ -281,9 +281,11 @@ def _find_second_beta(state: Mapping[str, Any], owner: str) -> float | None:
             optimizer = optimizer.get(key) if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     for group in groups if isinstance(groups, list) else []:
-        betas = group.get("betas")
-        if int(index) in group["params"] and isinstance(betas, tuple | list):
-            return float(betas[1])
+        if not isinstance(group, dict) or int(index) not in group.get("params", ()):
+            continue
+        match group.get("betas"):
+            case [_, float(beta), *_]:
+                return beta
     return None
 
 
