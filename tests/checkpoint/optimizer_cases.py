@@ -1,4 +1,7 @@
-"""Every optimizer class of torch and pytorch_optimizer: how to build it and how to take a step."""
+"""Every optimizer class of torch and pytorch_optimizer: how to build it and how to take a step.
+
+The packages are imported on first use: all workers of pytest import this file.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -6,10 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 
-import pytorch_optimizer
 import torch
 from torch import nn
-from transformers.optimization import Adafactor
 
 
 def build_convolutions():
@@ -157,10 +158,18 @@ def make_muon(cls, model):
 
 
 def make_gsam(cls, model):
+    import pytorch_optimizer
+
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = pytorch_optimizer.CosineScheduler(base, t_max=20, max_lr=0.01)
     rho = pytorch_optimizer.ProportionScheduler(schedule, max_lr=0.01)
     return cls(model.parameters(), base, model, rho)
+
+
+def make_transformers_adafactor(model):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(model.parameters())
 
 
 def make_wsam(cls, model):
@@ -211,12 +220,14 @@ _VARIANTS = {
     ),
     "torch.SGD(fused)": partial(make_plain, torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
     "torch.SGD(momentum)": partial(make_plain, torch.optim.SGD, lr=0.01, momentum=0.9),
-    "transformers.Adafactor": partial(make_plain, Adafactor),
+    "transformers.Adafactor": make_transformers_adafactor,
 }
 
 
 def list_classes() -> dict[str, type]:
     """Return the optimizer classes of both packages by name."""
+    import pytorch_optimizer
+
     names: dict[type, str] = {}
     for package, module in (("torch", torch.optim), ("pytorch_optimizer", pytorch_optimizer)):
         for name, cls in inspect.getmembers(module, inspect.isclass):

@@ -178,6 +178,14 @@ class Lookahead:
         self.optimizer.load_state_dict(state.pop("inner"))
 
 
+class Wrapped(Lookahead):
+    """A wrapper with the parameter groups of its optimizer."""
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+
 def make_rich(model):
     return Rich(model.parameters(), lr=0.1)
 
@@ -217,6 +225,79 @@ def test_states_follow_a_parameter_that_changed_its_dtype():
     state = other.state[fresh["a"].weight]
     assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.bfloat16, torch.float32)
     train(fresh, other)
+
+
+def test_states_inside_a_wrapper_follow_the_memory_format_of_their_parameter():
+    def start(memory_format):
+        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        return model, Wrapped(adamw(model.parameters()))
+
+    model, optimizer = start(torch.channels_last)
+    train(model, optimizer)
+    fresh, other = start(torch.contiguous_format)
+    restore_checkpoint(build_checkpoint(model, optimizer), fresh, other)
+    state = other.optimizer.state[fresh.weight]
+    assert state["exp_avg"].stride() == fresh.weight.stride()
+    assert torch.equal(state["exp_avg"], optimizer.optimizer.state[model.weight]["exp_avg"])
+
+
+def test_a_state_with_results_of_gradients_is_copied():
+    model = build_model()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer)
+    for values in optimizer.state.values():
+        values["exp_avg"] = values["exp_avg"] * torch.ones(1, requires_grad=True)
+    other = adamw(model.parameters())
+    restore_checkpoint(build_checkpoint(model, optimizer), model, other)
+    for p in model.parameters():
+        assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"].detach())
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, None), (torch.tensor(0.9),) * 2, 0.9, None])
+def test_options_of_other_optimizers_do_not_prevent_a_delta(tmp_path, betas):
+    model = build_model()
+    optimizer = adamw(model.parameters())
+    for i in range(2):
+        train(model, optimizer)
+        state = build_checkpoint(model, optimizer)
+        state["optimizer"]["param_groups"][0]["betas"] = betas
+        save_checkpoint(state, tmp_path / str(i), base=tmp_path / "0" if i else None)
+    assert equal_states(load_checkpoint(tmp_path / "1")["optimizer"], state["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"state": []},
+        {"param_groups": [{"params": 3}]},
+        {"param_groups": [{}]},
+        {"param_groups": []},
+    ],
+)
+def test_a_malformed_state_leaves_everything_unchanged(damage):
+    model = build_model()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer)
+    state = copy_state(build_checkpoint(model, optimizer))
+    state["optimizer"] |= damage
+    fresh = build_model(1)
+    other = adamw(fresh.parameters())
+    train(fresh, other, 1)
+    before = copy_state(build_checkpoint(fresh, other))
+    with pytest.raises(MismatchError, match="optimizer"):
+        restore_checkpoint(state, fresh, other)
+    assert equal_states(build_checkpoint(fresh, other), before)
+
+
+def test_a_malformed_layout_is_ignored():
+    model = build_model()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer)
+    state = copy_state(build_checkpoint(model, optimizer))
+    state["layout"] |= {"dtypes": [3] * 6, "shapes": [3] * 6, "strides": [3] * 6}
+    other = adamw(model.parameters())
+    restore_checkpoint(state, model, other)
+    assert equal_states(other.state_dict(), optimizer.state_dict())
 
 
 class Failing:

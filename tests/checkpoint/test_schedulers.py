@@ -4,7 +4,6 @@ import inspect
 import io
 
 import pytest
-import pytorch_optimizer
 import torch
 from checkpoint.optimizer_cases import build_convolutions, compute_loss
 from torch.optim import lr_scheduler as torch_schedulers
@@ -38,6 +37,18 @@ def in_a_chain(optimizer):
     )
 
 
+def with_restarts(optimizer):
+    from pytorch_optimizer import CosineAnnealingWarmupRestarts
+
+    return CosineAnnealingWarmupRestarts(optimizer, 5)
+
+
+def with_rex(optimizer):
+    from pytorch_optimizer import REXScheduler
+
+    return REXScheduler(optimizer, 12)
+
+
 SCHEDULERS = {
     "ChainedScheduler": in_a_chain,
     "ConstantLR": torch_schedulers.ConstantLR,
@@ -61,10 +72,8 @@ SCHEDULERS = {
     "SequentialLR": in_sequence,
     "StepLR": lambda optimizer: torch_schedulers.StepLR(optimizer, 3),
     "SWALR": lambda optimizer: SWALR(optimizer, 0.1, anneal_epochs=6),
-    "CosineAnnealingWarmupRestarts": (
-        lambda optimizer: pytorch_optimizer.CosineAnnealingWarmupRestarts(optimizer, 5)
-    ),
-    "REXScheduler": lambda optimizer: pytorch_optimizer.REXScheduler(optimizer, 12),
+    "CosineAnnealingWarmupRestarts": with_restarts,
+    "REXScheduler": with_rex,
 }
 
 

@@ -31,12 +31,14 @@ class ParameterInfo:
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
+    """None if contiguous."""
 
     @classmethod
     def of(cls, parameter: Tensor, name: str) -> "ParameterInfo":
         """Describe a parameter."""
-        dtype = _dtype_name(parameter)
-        return cls(name, dtype, tuple(parameter.shape), tuple(parameter.stride()))
+        shape, strides = tuple(parameter.shape), tuple(parameter.stride())
+        is_plain = strides == contiguous_strides(shape)
+        return cls(name, _dtype_name(parameter), shape, None if is_plain else strides)
 
 
 def describe_optimizer(optimizer: Any, names: Mapping[int, str]) -> Json:
@@ -47,7 +49,7 @@ def describe_optimizer(optimizer: Any, names: Mapping[int, str]) -> Json:
         "optimizer_class": _class_name(optimizer),
         "dtypes": [info.dtype for info in found],
         "shapes": [list(info.shape or ()) for info in found],
-        "strides": [list(info.strides or ()) for info in found],
+        "strides": [None if info.strides is None else list(info.strides) for info in found],
     }
 
 
@@ -72,26 +74,36 @@ def fit_optimizer_state(
     is_same_class = _check_class(layout, optimizer)
     current = _list_parameters(optimizer, names)
     is_indexed = _is_indexed(state) and hasattr(optimizer, "param_groups")
-    count = sum(len(group["params"]) for group in state["param_groups"]) if is_indexed else None
-    saved = _read_layout(layout, count)
-    if not is_indexed:
-        infos = [ParameterInfo.of(p, name) for p, name in current]
-        if saved and [x.name for x in saved] != [x.name for x in infos]:
-            _raise_mismatch(["its parameters are in another order, and its state has no indices"])
-        return OptimizerState(_restore_classes(deepcopy(dict(state)), optimizer.state_dict()))
-    _check_groups(state["param_groups"], optimizer, is_same_class)
-    sources = _match_parameters(saved, current, state["param_groups"], optimizer.param_groups)
-    copy = deepcopy(dict(state))
-    moved = False
-    if sources != list(range(len(sources))):
-        copy, moved = _reorder(copy, sources, optimizer)
-        _log.info("optimizer: parameters are in another order than when saved; matched by name")
-    indices = [index for group in copy["param_groups"] for index in group["params"]]
-    for index, source, (parameter, _) in zip(indices, sources, current, strict=True):
-        if index in copy["state"]:
-            fit = _make_fit(saved[source], parameter)
-            copy["state"][index] = _map_tensors(copy["state"][index], fit)
-    return OptimizerState(_restore_classes(copy, optimizer.state_dict()), moved)
+    saved = _read_layout(layout, _count_parameters(state) if is_indexed else None)
+    copy, has_moved_groups = _copy(state), False
+    if is_indexed:
+        _check_groups(state["param_groups"], optimizer, is_same_class)
+        sources = _match_parameters(saved, current, state["param_groups"], optimizer.param_groups)
+        if sources != list(range(len(sources))):
+            copy, has_moved_groups = _reorder(copy, sources, optimizer)
+            saved = [saved[source] for source in sources]
+            _log.info("optimizer: parameters are in another order than when saved; matched by name")
+    elif saved and [info.name for info in saved] != [name for _, name in current]:
+        _raise_mismatch(["its parameters are in another order, and its state has no indices"])
+    for part in (copy, *copy.values()):  # wrappers contain the states of other optimizers
+        if isinstance(part, dict) and _is_indexed(part) and _count_parameters(part) == len(saved):
+            _fit_tensors(part, saved, [parameter for parameter, _ in current])
+    return OptimizerState(_restore_classes(copy, optimizer.state_dict()), has_moved_groups)
+
+
+def _fit_tensors(
+    state: dict[str, Any], saved: Sequence[ParameterInfo], parameters: Sequence[Tensor]
+) -> None:
+    """Adapt the states of parameters that have another dtype or memory format than before."""
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, info, parameter in zip(indices, saved, parameters, strict=True):
+        if index in state["state"]:
+            fit = _make_fit(info, parameter)
+            state["state"][index] = _map_tensors(state["state"][index], fit)
+
+
+def _count_parameters(state: Mapping[str, Any]) -> int:
+    return sum(len(group["params"]) for group in state["param_groups"])
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
@@ -105,8 +117,11 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def has_torch_loading(optimizer: Any) -> bool:
-    """Return True if the optimizer loads states by the method of `torch.optim.Optimizer`."""
-    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    """Return True if an optimizer has no code of its own that loads states, which may fail."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return False
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    return not before and not optimizer._optimizer_load_state_dict_post_hooks
 
 
 def remember_optimizer(optimizer: Any) -> Callable[[], None]:
@@ -118,7 +133,7 @@ def remember_optimizer(optimizer: Any) -> Callable[[], None]:
             optimizer.state, optimizer.param_groups = state, groups
 
         return put_back
-    earlier = deepcopy(optimizer.state_dict())
+    earlier = _copy(optimizer.state_dict())
     return lambda: load_optimizer(optimizer, earlier)
 
 
@@ -126,15 +141,16 @@ def _list_parameters(optimizer: Any, names: Mapping[int, str]) -> list[tuple[Ten
     """Return the parameters in the optimizer's order, with names as far as they are known."""
     found: list[tuple[Tensor, str]] = []
     for group in getattr(optimizer, "param_groups", ()):
-        given = group.get("param_names") or [""] * len(group["params"])
-        pairs = zip(group["params"], given, strict=True)
-        found += [(p, names.get(id(p), name)) for p, name in pairs]
+        given = dict(enumerate(group.get("param_names", ())))
+        pairs = enumerate(group["params"])
+        found += [(p, names.get(id(p), str(given.get(i, "")))) for i, p in pairs]
     return found
 
 
 def _class_name(optimizer: Any) -> str:
     """Return the qualified name of the class, and of those that it wraps."""
-    wrapped = [x for x in vars(optimizer).values() if isinstance(x, torch.optim.Optimizer)]
+    attributes = getattr(optimizer, "__dict__", {}).values()
+    wrapped = [x for x in attributes if isinstance(x, torch.optim.Optimizer)]
     classes = [type(x) for x in (optimizer, *wrapped)]
     return " of ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in classes)
 
@@ -149,7 +165,8 @@ def _is_indexed(state: Mapping[str, Any]) -> bool:
     return (
         isinstance(state.get("state"), dict)
         and isinstance(groups, list)
-        and all(isinstance(group, dict) and "params" in group for group in groups)
+        and all(isinstance(group, dict) for group in groups)
+        and all(isinstance(group.get("params"), list) for group in groups)
     )
 
 
@@ -159,14 +176,22 @@ def _read_layout(layout: Mapping[str, Any], count: int | None) -> list[Parameter
     if not isinstance(names, list) or (count is not None and len(names) != count):
         return [ParameterInfo("")] * (count or 0)
     infos = [ParameterInfo(str(name)) for name in names]
-    columns: list[Any] = [layout.get(key) for key in ("dtypes", "shapes", "strides")]
+    columns = [layout.get(key) for key in ("dtypes", "shapes", "strides")]
     if not all(isinstance(column, list) and len(column) == len(infos) for column in columns):
         return infos  # saved by an earlier version
-    dtypes, shapes, strides = columns
-    return [
-        replace(info, dtype=dtypes[i], shape=tuple(shapes[i]), strides=tuple(strides[i]))
-        for i, info in enumerate(infos)
-    ]
+    rows = zip(*(column or () for column in columns), strict=True)
+    return [_read_info(info, *row) for info, row in zip(infos, rows, strict=True)]
+
+
+def _read_info(
+    info: ParameterInfo, dtype: object = None, shape: object = None, strides: object = None
+) -> ParameterInfo:
+    return replace(
+        info,
+        dtype=dtype if isinstance(dtype, str) else None,
+        shape=tuple(shape) if isinstance(shape, list) else None,
+        strides=tuple(strides) if isinstance(strides, list) else None,
+    )
 
 
 def _check_class(layout: Mapping[str, Any], optimizer: Any) -> bool:
@@ -290,6 +315,19 @@ def _make_fit(saved: ParameterInfo, parameter: Tensor) -> Callable[[Tensor, obje
         return y
 
     return fit
+
+
+def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy; a state that is not loaded may contain results of gradients."""
+    results: dict[int, Any] = {}
+
+    def add(x: Tensor, key: object) -> Tensor:
+        if not x.is_leaf:
+            results[id(x)] = x.detach().clone()
+        return x
+
+    _map_tensors(dict(state), add)
+    return deepcopy(dict(state), results)
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor, object], Tensor], key: object = None) -> Any:

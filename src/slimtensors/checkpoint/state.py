@@ -163,6 +163,8 @@ def restore_checkpoint(
 def _fit_optimizer(
     part: "_Part", layout: Mapping[str, Any], names: Mapping[int, str]
 ) -> OptimizerState:
+    if not isinstance(part.state, Mapping):
+        raise MismatchError(f"{part.label}: expected a dict, got {type(part.state).__name__}")
     try:
         return fit_optimizer_state(part.state, layout, part.object, names)
     except MismatchError as error:
