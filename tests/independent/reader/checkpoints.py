@@ -9,7 +9,6 @@ from independent.reader import deltas
 from independent.reader.container import open_archive
 from independent.reader.crc32c import crc32c
 from independent.reader.tensor import (
-    Tensor,
     check,
     exponents,
     from_numbers,
@@ -123,26 +122,21 @@ def predict(entry, base):
 
 def round_bits(tensor, bits, seed):
     """Round floats to `bits` bits of mantissa, to nearest or by a seed."""
-    drop = _MANTISSA[tensor.dtype] - bits
-    words = tensor.words()
-    if drop > 0:
-        if seed is None:
-            extra = (words >> words.dtype.type(drop) & words.dtype.type(1)) + words.dtype.type(
-                (1 << drop - 1) - 1
-            )
-        else:
-            extra = hash_numbers(seed, tensor.count) >> np.uint32(32 - drop)
-        words = words + extra.astype(words.dtype)
-        words = words >> words.dtype.type(drop) << words.dtype.type(drop)
-    rounded = from_words(tensor.dtype, tensor.shape, words)
+    drop = max(0, _MANTISSA[tensor.dtype] - bits)
+    words = tensor.words().astype(np.uint32)
+    if drop and seed is None:
+        words = words + (1 << drop - 1) - 1 + (words >> drop & 1)
+    elif drop:
+        words = words + (hash_numbers(seed, tensor.count) >> 32 - drop)
+    words = words >> drop << drop
     if tensor.dtype == "float32" and bits <= 7:
-        return Tensor("bfloat16", tensor.shape, (words >> np.uint32(16)).astype("<u2").tobytes())
-    return rounded
+        return from_words("bfloat16", tensor.shape, (words >> 16).astype("<u2"))
+    return from_words(tensor.dtype, tensor.shape, words.astype(f"<u{tensor.item_bytes}"))
 
 
 def hash_numbers(seed, count):
     """Return h(i + seed) for all items: the same random numbers on every machine."""
     x = np.arange(count, dtype=np.uint32) + np.uint32(seed)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
-    return x ^ x >> np.uint32(16)
+        x = (x ^ x >> shift) * np.uint32(factor)
+    return x ^ x >> 16
