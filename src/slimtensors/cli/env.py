@@ -57,7 +57,8 @@ def describe_environment() -> Json:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "core": _core.cpu(),
-        "packages": {name: _version(name) for name in required},
+        # torch's own version also names the build, such as +cu130.
+        "packages": {name: _version(name) for name in required} | {"torch": torch.__version__},
         "extras": {
             extra: {name: _version(name) for name in names} for extra, names in extras.items()
         },
