@@ -29,7 +29,7 @@ CANNOT_BE_STORED = {
     "freed": lambda: resized(0),
     "shrunk": lambda: resized(16),
     "shrunk by one": lambda: resized(3999),
-    "set": lambda: {1, 2},
+    "range": lambda: range(2),
     "inside": lambda: [{"x": torch.eye(3).to_sparse()}],
 }
 

@@ -146,7 +146,7 @@ def test_golden_files_contain_every_codec_and_every_kind_of_entry():
             keys.update(entry)
             keys.add(f"as {entry['as']}")
         tree_keys.update(list_tree_keys(manifest.get("tree")))
-    assert codecs == set(names())
+    assert codecs == {name for name in names() if "." not in name}  # others are not ours
     assert entries == {"whole", "same", "difference", "by-exponent"}
     kinds = ("whole", "same", "difference", "by-exponent", "grouped", "steps", "roots")
     fields = ("as", "dtype", "shape", "bits", "seed", "base", "times", "by", "step")
