@@ -321,6 +321,15 @@ def allocate(like: Spec) -> Tensor:
     return raw.view(like.dtype).view(like.shape)
 
 
+def clone_bits(x: Tensor) -> Tensor:
+    """Return a contiguous copy of a tensor of any dtype; some have no kernel for `x.clone()`."""
+    if x.is_quantized:
+        return x.clone()
+    out = allocate(Spec.of(x))
+    copy_into(out, x)
+    return out
+
+
 _SIGNED_ZERO_DTYPES = (
     torch.float64,
     torch.float32,

@@ -100,6 +100,7 @@ class Archive:
         self._members, self.tree, self.delta = contents.members, contents.tree, contents.delta
         self.owners = contents.owners
         """Entry of a file -> name of the tensor it belongs to."""
+        self._copies = contents.copies
         self.sources = contents.sources
         """File -> description of the plain files from which it was made."""
 
@@ -167,6 +168,11 @@ class Archive:
             if (home := first.setdefault(id(member), name)) != name
         }
 
+    def copies(self) -> dict[str, str]:
+        """Return {name: name} for tensors stored once with the same bits; loaded, each is new."""
+        pairs = self._copies.items()
+        return {name: home for name, home in pairs if name in self and home in self}
+
     @property
     def files(self) -> Sequence[StoredFile]:
         """The open files."""
@@ -202,7 +208,7 @@ class Archive:
         Reads and decodes everything. For rounded tensors, this is the entropy of their integers
         and scales. `progress` receives stored bytes.
         """
-        tied = self.tied()
+        homes = self.tied() | self.copies()
 
         def measure(name: str) -> TensorSummary:
             info = self.info(name)
@@ -211,26 +217,25 @@ class Archive:
             return replace(info, bound=bits / info.items if info.items else 0.0)
 
         with Workers(threads) as workers:
-            names = [name for name in self if name not in tied]
+            names = [name for name in self if name not in homes]
             measured: dict[str, TensorSummary] = {}
             results = workers.in_order(measure, names, self.stored_bytes)
             for name, info in zip(names, results, strict=True):
                 measured[name] = info
                 if progress:
                     progress(info.stored_bytes)
-        return self._summarize(lambda name: measured[tied.get(name, name)])
+        return self._summarize(lambda name: measured[homes.get(name, name)])
 
     def _summarize(self, describe: Callable[[str], TensorSummary]) -> Summary:
-        tied = self.tied()
-        return Summary(
-            [
-                replace(describe(name), name=name).tied_to(tied[name])
-                if name in tied
-                else describe(name)
-                for name in self
-            ],
-            [file.name for file in self._files],
-        )
+        tied, copies = self.tied(), self.copies()
+
+        def summarize(name: str) -> TensorSummary:
+            found = replace(describe(name), name=name)
+            if name in tied:
+                return found.tied_to(tied[name])
+            return found.copy_of(copies[name]) if name in copies else found
+
+        return Summary([summarize(name) for name in self], [file.name for file in self._files])
 
     def get_tensor(self, name: str, *, device: torch.device | str = "cpu") -> Tensor:
         """Read and decode one tensor."""

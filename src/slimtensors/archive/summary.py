@@ -39,7 +39,10 @@ class TensorSummary:
     dtype: str
     shape: tuple[int, ...]
     codec: str
-    """The plan, such as `bitmask(values=…)`, or `plain`, or `tied` (stored under another name)."""
+    """The plan, such as `bitmask(values=…)`, or `plain`.
+
+    `tied`: the same memory as another tensor. `copy`: the same bits as another tensor, stored once.
+    """
     dense_bytes: int
     stored_bytes: int
     file: str
@@ -56,6 +59,10 @@ class TensorSummary:
         return replace(
             self, codec="tied", stored_bytes=0, note=f"tied to {home}", parts={}, bound=None
         )
+
+    def copy_of(self, home: str) -> "TensorSummary":
+        """Return the entry of a tensor with the bits of the tensor `home`."""
+        return replace(self.tied_to(home), codec="copy", note=f"same bits as {home}")
 
     @property
     def items(self) -> int:
@@ -97,7 +104,7 @@ class Summary:
 
     def __str__(self) -> str:
         tensors = count_noun(len(self.tensors), "tensor")
-        coded = sum(t.codec not in ("plain", "tied") for t in self.tensors)
+        coded = sum(t.codec not in ("plain", "tied", "copy") for t in self.tensors)
         sizes = f"{format_bytes(self.dense_bytes)} -> {format_bytes(self.stored_bytes)}"
         errors = [t.error for t in self.tensors if t.error is not None and t.codec != "tied"]
         lost = f"; {len(errors)} rounded, relative error {max(errors):.4f}" if errors else ""

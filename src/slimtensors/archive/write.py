@@ -124,7 +124,7 @@ def estimate(
     encoder = _Encoder(options.chooser(), dialects.find(dialect), progress)
     with Workers(threads) as workers:
         written = encoder.encode_all(source, workers, lambda pieces: None)
-    return WriteResult(written, source.tied, {}).summary()
+    return WriteResult(written, source.tied, {}, source.copies).summary()
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,17 @@ class ArchiveSource:
     """Description of the plain files that contain these tensors; dropped if any is rounded."""
     header: bytes | None = None
     """Header to write instead of ours; the items are in the order of its offsets."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Name -> name of one of the items with the same bits, in other memory."""
 
     def __post_init__(self) -> None:
-        for name in (*(item.name for item in self.items), *self.tied):
+        for name in (*(item.name for item in self.items), *self.tied, *self.copies):
             check_name(name)
+
+    def with_copies(self, copies: Mapping[str, str]) -> "ArchiveSource":
+        """Return the source with some of its items stored as copies of others."""
+        items = [item for item in self.items if item.name not in copies]
+        return replace(self, items=items, copies=copies)
 
 
 def as_source(tensors: Mapping[str, Any] | Archive) -> ArchiveSource:
@@ -180,7 +187,8 @@ def _source_from_archive(archive: Archive) -> ArchiveSource:
     tied = archive.tied()
     items = [make_item(name) for name in archive if name not in tied]
     originals = store_originals(find_originals(archive), archive.keys(), archive.path)
-    return ArchiveSource(items, tied, archive.tree, originals=originals)
+    source = ArchiveSource(items, tied, archive.tree, originals=originals)
+    return source.with_copies(archive.copies())
 
 
 def source_from_tensors(
@@ -276,9 +284,8 @@ def write(source: ArchiveSource, path: StrPath, options: WriteOptions) -> "Write
         written = encoder.encode_all(source, workers, output.add)
         order = [piece.name for tensor in written for piece in tensor.pieces]
         files = output.commit(order, partial(_make_metadata, dialect.name, source, written, order))
-    return WriteResult(
-        written, source.tied, {key: str(path) for path, keys in files.items() for key in keys}
-    )
+    paths = {key: str(path) for path, keys in files.items() for key in keys}
+    return WriteResult(written, source.tied, paths, source.copies)
 
 
 @dataclass(frozen=True)
@@ -313,12 +320,16 @@ class WriteResult:
     tied: Mapping[str, str]
     files: Mapping[str, str]
     """Entry -> path of its file."""
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def summary(self) -> Summary:
         """Return the summary that `inspect` would return."""
         tensors = {t.item.name: self._summarize(t) for t in self.tensors if t.pieces}
         aliases = [
             replace(tensors[home], name=name).tied_to(home) for name, home in self.tied.items()
+        ]
+        aliases += [
+            replace(tensors[home], name=name).copy_of(home) for name, home in self.copies.items()
         ]
         return Summary([*tensors.values(), *aliases], sorted(set(self.files.values())))
 
@@ -439,6 +450,8 @@ def _open_output(
         for item in source.items
     )
     reserve = 256 + text * dialect.max_parts
+    aliases = (*source.tied.items(), *source.copies.items())
+    reserve += sum(len(name.encode()) + len(home.encode()) + 10 for name, home in aliases)
     if source.tree is not None:
         reserve += len(json.dumps(json.dumps(source.tree)))
     if source.delta is not None:
@@ -478,6 +491,7 @@ def _make_metadata(
         dialect,
         [checksums[name] for name in names],
         tied=_tie_entries(source.tied, [t for t in written if t.item.name in tensors]),
+        copies={name: home for name, home in source.copies.items() if home in tensors},
         plans={
             t.item.name: str(t.packed.plan)
             for t in written

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from slimtensors.archive.copies import find_copies
 from slimtensors.archive.delta import estimate_bytes, tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_tensors
 from slimtensors.checkpoint.profiles import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo
@@ -81,10 +82,18 @@ class StateEncoder:
     """Relative RMS error of each rounded tensor; filled as tensors are written."""
     kept_exact: dict[str, str] = field(default_factory=dict)
     """Tensors that the profile applies to but that were stored exactly, with the reason."""
+    stores_copies_once: bool = False
+    """Whether tensors with the same bits are stored once."""
+    homes: dict[str, str] = field(default_factory=dict)
+    """Name -> name under which the tensor is stored; filled by `build_source`."""
 
     def build_source(self, tree: Json | None) -> ArchiveSource:
         """Return the archive to write; tensors are encoded when they are read."""
         plain = source_from_tensors(self.tensors, tree)
+        if self.stores_copies_once:
+            names = [item.name for item in plain.items if not self._is_lossy(self.infos[item.name])]
+            plain = plain.with_copies(find_copies({name: self.tensors[name] for name in names}))
+        self.homes.update({**plain.tied, **plain.copies})
         entries: dict[str, Json] = {}
 
         def make_item(name: str) -> TensorSource:
@@ -100,7 +109,11 @@ class StateEncoder:
         return ArchiveSource(
             [make_item(item.name) for item in plain.items],
             tree=tree,
-            delta={"checkpoint": entries, "tied": dict(plain.tied)},
+            delta={
+                "checkpoint": entries,
+                "tied": dict(plain.tied),
+                **({"copies": dict(plain.copies)} if plain.copies else {}),
+            },
         )
 
     def _encode(self, name: str, each: Each) -> tuple[TensorEntry, Tensor | None]:
@@ -169,7 +182,7 @@ class StateEncoder:
         estimate = _size_estimator(info.name)
         if estimate(grouped) >= estimate(x):
             return entry, x
-        return replace(entry, kind=GROUPED, by=info.sibling(SECOND)), grouped
+        return replace(entry, kind=GROUPED, by=self._find_home(info.sibling(SECOND))), grouped
 
     def _encode_rounded(
         self, info: StateTensorInfo, x: Tensor, y: Tensor | None, each: Each
@@ -205,7 +218,7 @@ class StateEncoder:
             # Where the second moment is zero, so is the first; avoid 0/0.
             q = round_to_steps(x.float(), torch.where(unit > 0, unit, torch.inf), self._seed(info))
             if q is not None and not x[unit == 0].any():
-                by, step = info.sibling(SECOND), self.profile.first_step
+                by, step = self._find_home(info.sibling(SECOND)), self.profile.first_step
                 return TensorEntry(ROOTS, spec, by=by, step=step), q, second
         bits = _limit_bits(self.profile.first_bits, x.dtype)
         short = round_mantissa(x, bits, self._seed(info))
@@ -228,6 +241,9 @@ class StateEncoder:
             return x
         bits = _limit_bits(self.profile.second_bits, x.dtype)
         return round_mantissa(x, bits, self._seed(sibling)).to(x.dtype)
+
+    def _find_home(self, name: str) -> str:
+        return self.homes.get(name, name)
 
     def _seed(self, info: StateTensorInfo) -> int:
         return derive_seed(info.name, self.step)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slimtensors.archive.copies import find_copies
 from slimtensors.archive.read import rebuild_state
 from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
@@ -45,7 +46,7 @@ from slimtensors.errors import (
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder, write_file_atomically
-from slimtensors.tensor import Json, Spec
+from slimtensors.tensor import Json, Spec, clone_bits
 
 STATE = "state.safetensors"
 
@@ -126,7 +127,7 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
     stored = StoredState(local_path(path))
     state = FlatState.of(stored.load_state(threads=threads))
     content = _Content(
-        source_from_tensors(state.tensors, state.tree),
+        _source_with_copies(state),
         profile=stored.manifest.profile,
         errors=stored.manifest.errors,
     )
@@ -195,14 +196,21 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
     if options.quantize_i8:
         infos = describe_tensors(state.tensors, state.original)
         names = select_tensors(lossy or WEIGHT_MATRICES, infos)
-        source = source_from_tensors(state.tensors, state.tree)
+        source = _source_with_copies(state, names)
         content = _Content(source, make_int8_chooser(names), "int8", rounded=names)
     elif options.base is None and profile.is_exact:
-        content = _Content(source_from_tensors(state.tensors, state.tree))
+        content = _Content(_source_with_copies(state))
     else:
         base = _open_base(options.base, path) if options.base is not None else None
         content = _encode(state, profile, lossy, base)
     return _write(state, path, content, options)
+
+
+def _source_with_copies(state: FlatState, rounded: Collection[str] = ()) -> ArchiveSource:
+    """Return the tensors of a state; exact ones with the same bits are stored once."""
+    source = source_from_tensors(state.tensors, state.tree)
+    names = [item.name for item in source.items if item.name not in rounded]
+    return source.with_copies(find_copies({name: state.tensors[name] for name in names}))
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,7 @@ def _encode(
         profile=profile,
         lossy_names=select_tensors(lossy, infos) if lossy is not None else set(infos),
         base=base,
+        stores_copies_once=True,
     )
     return _Content(
         encoder.build_source(state.tree),
@@ -338,6 +347,8 @@ class StoredState:
 
     def kind(self, name: str) -> str:
         """Return the kind of a tensor's entry."""
+        if name in self._file.copies:
+            return "copy"
         return self._file.entries[name].kind if self._file.entries else WHOLE
 
     def load(self, name: str, each: Each) -> Tensor:
@@ -346,7 +357,8 @@ class StoredState:
 
     def load_all(self, *, threads: int | None = None) -> dict[str, Tensor]:
         """Read and decode all tensors."""
-        names = list(self.names())
+        copies = self._file.copies
+        names = [name for name in self.names() if name not in copies]
         has_sibling = {name for name, e in self._file.entries.items() if e.by is not None}
         found: dict[str, Tensor] = {}
         with Workers(threads) as workers:
@@ -360,7 +372,8 @@ class StoredState:
                 results = workers.in_order(load, batch, lambda name: self.spec(name).nbytes)
                 found.update(zip(batch, results, strict=True))
         tensors = {name: found[name] for name in names}
-        return tensors | {name: tensors[target] for name, target in self.tied.items()}
+        tensors |= {name: tensors[target] for name, target in self.tied.items()}
+        return tensors | {name: clone_bits(tensors[target]) for name, target in copies.items()}
 
     def load_state(self, *, threads: int | None = None) -> dict[str, Any]:
         """Read and decode all tensors and return the nested state."""

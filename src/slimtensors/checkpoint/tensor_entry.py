@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slimtensors.archive import Archive
 from slimtensors.archive.delta import tensor_digest
+from slimtensors.archive.dialects import check_copies
 from slimtensors.codecs.residual import ResidualKind, apply_residual, ungroup_bytes
 from slimtensors.errors import CorruptFileError, MismatchError, report_malformed
 from slimtensors.parallel import Each, serially
@@ -105,30 +106,35 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __init__(self, path: Path, load_base: LoadBase) -> None:
         self.archive = Archive(path)
-        self.entries, self.tied = _read_entries(self.archive)
-        """Entries by name, empty if all tensors are whole; names that share a tensor."""
+        self.entries, self.tied, self.copies = _read_entries(self.archive)
+        """Entries by name, empty if all tensors are whole; names that share memory; names of
+        tensors with the bits of another one."""
         self._load_base = load_base
 
     def __getitem__(self, name: str) -> Tensor:
         return self.load(name, serially)
 
     def __contains__(self, name: object) -> bool:
-        return name in (self.entries or self.archive)
+        return name in (self.entries or self.archive) or name in self.copies
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of all tensors except tied ones."""
-        return iter(self.entries or [n for n in self.archive if n not in self.tied])
+        if not self.entries:
+            return iter([name for name in self.archive if name not in self.tied])
+        return iter([*self.entries, *self.copies])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def spec(self, name: str) -> Spec:
         """Return dtype and shape of a tensor."""
+        name = self.copies.get(name, name)
         return self.entries[name].like if self.entries else self.archive.spec(name)
 
     def load(self, name: str, each: Each, siblings: Mapping[str, Tensor] | None = None) -> Tensor:
         """Read and decode a tensor; `siblings` are already decoded tensors of the same file."""
         name = self.tied.get(name, name)
+        name = self.copies.get(name, name)
         if name not in self:
             raise CorruptFileError(f"{self.archive.path}: {name} not found")
         if not self.entries:
@@ -154,15 +160,21 @@ class TensorFile(Mapping[str, Tensor]):
             raise CorruptFileError(f"{self.archive.path}: {name}: {error}") from error
 
 
-def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return the tensor entries, empty if all tensors are stored whole, and tied names."""
+def _read_entries(
+    archive: Archive,
+) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
+    """Return the entries, empty if all tensors are stored whole, tied names, and copies."""
     if archive.delta is None:
-        return {}, archive.tied()
+        return {}, archive.tied(), archive.copies()
+    copies = archive.delta.get("copies", {})
     match archive.delta:
         case {"checkpoint": dict(entries), "tied": dict(tied)} if (
             all(isinstance(entry, dict) for entry in entries.values())
             and tied.keys().isdisjoint(entries)
             and all(isinstance(target, str) and target in entries for target in tied.values())
+            and isinstance(copies, dict)
+            and copies.keys().isdisjoint({*entries, *tied})
+            and all(isinstance(target, str) and target in entries for target in copies.values())
         ):
             parsed: dict[str, TensorEntry] = {}
             for name, entry in entries.items():
@@ -170,6 +182,7 @@ def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, s
                     parsed[name] = TensorEntry.from_json(entry)
         case _:
             raise CorruptFileError(f"{archive.path}: invalid table of tensor entries")
+    check_copies(copies, archive.path)
     for name, entry in parsed.items():
         if entry.kind != SAME and name not in archive:
             raise CorruptFileError(f"{archive.path}: {name} not found")
@@ -177,7 +190,7 @@ def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], dict[str, s
             sibling = parsed.get(entry.by)
             if sibling is None or sibling.kind in NEEDS_SIBLING:
                 raise CorruptFileError(f"{archive.path}: {name}: invalid sibling {entry.by}")
-    return parsed, tied
+    return parsed, tied, copies
 
 
 def decode_entry(

@@ -1,6 +1,8 @@
 """Dialects: how plans are represented in safetensors files."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from slimtensors.archive.dialects import compressed_tensors, slim
 from slimtensors.archive.dialects.entries import (
     KEY,
+    MAX_COPIES,
     VERSION,
     FileManifest,
     Member,
@@ -76,6 +79,8 @@ class Contents:
     """How tensors differ from a base."""
     owners: Mapping[str, str]
     """Entry -> tensor it belongs to."""
+    copies: Mapping[str, str]
+    """Name -> name of the tensor with the same bits; both are in `members`."""
     sources: Mapping[str, Mapping[str, Any]]
     """File -> the key `source` of its manifest (`slimtensors.archive.originals`)."""
 
@@ -87,6 +92,7 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     groups: list[compressed_tensors.PartGroup] = []
     unclaimed: dict[str, StoredEntry] = {}
     tied: list[tuple[str, str, StoredFile]] = []
+    copies: list[tuple[str, str, StoredFile]] = []
     tree: Json | None = None
     delta: Mapping[str, Any] | None = None
     sources: dict[str, Mapping[str, Any]] = {}
@@ -106,6 +112,7 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
             if manifest.plans:
                 groups += compressed_tensors.find_own_groups(found, manifest.plans, file.name)
             tied += [(name, home, file) for name, home in manifest.tied.items()]
+            copies += [(name, home, file) for name, home in manifest.copies.items()]
             tree = manifest.tree if tree is None else tree
             delta = manifest.delta if delta is None else delta
             if manifest.source is not None:
@@ -120,8 +127,22 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
     owners = {key: key for key in stored} | {
         key: group.name for group in groups for key in group.keys
     }
+    homes = dict(result)
     result |= {name: result[home] for name, home, _ in tied}
-    return Contents(result, tree, delta, owners, sources)
+    for name, home, file in copies:
+        if home not in homes or name in result:
+            raise FormatError(f"{file.name}: {name}: invalid copy, refers to {home!r}")
+        result[name] = copy(homes[home])  # an object of its own: not tied
+    equal = {name: home for name, home, _ in copies}
+    check_copies(equal, files[0].name if files else "")
+    return Contents(result, tree, delta, owners, equal, sources)
+
+
+def check_copies(copies: Mapping[str, str], path: str) -> None:
+    """Raise if a tensor has too many copies: each takes memory, but no space in the file."""
+    for home, count in Counter(copies.values()).items():
+        if count > MAX_COPIES:
+            raise FormatError(f"{path}: {home}: {count} copies, expected at most {MAX_COPIES}")
 
 
 def read_generation(file: StoredFile) -> str | None:
@@ -175,6 +196,7 @@ __all__ = [
     "Member",
     "PackedTensor",
     "PlainMember",
+    "check_copies",
     "find",
     "names",
     "read_contents",

@@ -21,6 +21,9 @@ KEY = "slimtensors"
 VERSION = 2
 """Newest format version of manifests; each is written in the lowest that describes its file."""
 
+MAX_COPIES = 15
+"""Maximum number of names that are copies of one tensor, which limits the memory of a file."""
+
 _CHUNK = 1 << 20
 _SMALL = 32 << 10  # above this, torch copies with threads of its own
 _SEAL = ',"crc32c":'
@@ -216,11 +219,15 @@ class FileManifest:
     """Hash that all shards of one model share, so that shards of two saves are never mixed."""
     source: Mapping[str, Any] | None = None
     """Header bytes of the files that were compressed, to restore them byte for byte."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Name -> name of the stored tensor with the same bits; each has memory of its own."""
 
     @property
     def version(self) -> int:
         """The lowest format version that describes this manifest."""
-        if self.generation is not None or self.source is not None:
+        if self.generation is not None or self.source is not None or self.copies:
+            return 2
+        if "copies" in (self.delta or {}):
             return 2
         return 1 if self.tree is None else outline_version(self.tree)
 
@@ -232,6 +239,8 @@ class FileManifest:
             data["plans"] = dict(self.plans)
         if self.tied:
             data["tied"] = dict(self.tied)
+        if self.copies:
+            data["copies"] = dict(self.copies)
         if self.tree is not None:
             data["tree"] = self.tree
         if self.delta is not None:
@@ -251,10 +260,11 @@ class FileManifest:
         data = _parse_manifest(text)
         checksums, tied, plans = data["checksums"], data.get("tied", {}), data.get("plans", {})
         tree, delta, source = data.get("tree"), data.get("delta"), data.get("source")
-        generation = data.get("generation")
-        is_valid = isinstance(checksums, list) and all(map(_is_checksum, checksums))
-        if not is_valid or not _is_string_table(tied) or not _is_string_table(plans):
-            raise CorruptFileError("malformed manifest: invalid checksums, tied names or plans")
+        generation, copies = data.get("generation"), data.get("copies", {})
+        if not isinstance(checksums, list) or not all(map(_is_checksum, checksums)):
+            raise CorruptFileError("malformed manifest: invalid checksums")
+        if not all(map(_is_string_table, (tied, plans, copies))):
+            raise CorruptFileError("malformed manifest: invalid tied names, plans or copies")
         if not all(part is None or isinstance(part, dict) for part in (tree, delta, source)):
             raise CorruptFileError("malformed manifest: tree, delta and source must be objects")
         if not (generation is None or isinstance(generation, str)):
@@ -262,7 +272,7 @@ class FileManifest:
         match data["table"]:
             case [int(size), int(found)] if _core.crc32c(header[-size:]) == found:
                 dialect = str(data["dialect"])
-                return cls(dialect, checksums, tied, plans, tree, delta, generation, source)
+                return cls(dialect, checksums, tied, plans, tree, delta, generation, source, copies)
         raise CorruptFileError(
             "the list of tensors does not match the manifest: the file is damaged, or another"
             f" program rewrote it and kept the metadata key {KEY!r}"
