@@ -39,6 +39,7 @@ SHARES = {
 BATCH = 20_000
 """Cases per process; a new process starts with the same memory."""
 PASSED = ("refused", "loaded")
+_PATH = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 Batch = tuple[str, int, int]
@@ -61,7 +62,7 @@ def fuzz(batches: Sequence[Batch], seed: str, seconds: float) -> tuple[Counts, l
                 [sys.executable, *map(str, command)],
                 capture_output=True,
                 text=True,
-                env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": _PATH, "OMP_NUM_THREADS": "1"},
                 check=False,
             )
             at = Path(progress.name).read_text().split()
