@@ -23,6 +23,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 
 class SlimError(Exception):
@@ -120,8 +121,18 @@ def report_malformed(document: str, kind: type[SlimError] = CorruptFileError) ->
     except _MALFORMED as error:
         if isinstance(error, SlimError) and not isinstance(error, ConfigError):
             raise
-        detail = str(error) if isinstance(error, SlimError) else repr(error)[:200]
-        raise kind(f"{document}: {detail}") from error
+        raise kind(f"{document}: {_explain_malformed(error)}") from error
+
+
+def _explain_malformed(error: Exception) -> str:
+    match error:
+        case SlimError():
+            return str(error)
+        case JSONDecodeError():
+            return f"invalid JSON: {error}"
+        case RecursionError():
+            return "nested too deeply"
+    return f"malformed: {repr(error)[:200]}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

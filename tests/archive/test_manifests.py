@@ -108,3 +108,14 @@ def test_a_tensor_list_changed_by_another_program_is_rejected(path):
     header["renamed"] = header.pop("steps")
     path.write_bytes(build_file(header, data))
     assert "another program" in assert_refused(path, kind=CorruptFileError)
+
+
+@pytest.mark.parametrize("key", ["sLimtensors", "slimtensor", "other"])
+def test_a_manifest_with_a_damaged_key_is_rejected(path, key):
+    """Read as a plain file, it would contain other tensors; the manifest is damaged as well."""
+    raw = save_sample(path, "compressed-tensors")
+    header, data = split(raw)
+    manifest = header["__metadata__"].pop("slimtensors")
+    header["__metadata__"][key] = manifest.replace("version", "versiom")
+    path.write_bytes(build_file(header, data))
+    assert "manifest is damaged" in assert_refused(path, kind=CorruptFileError)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from fuzzing.mutators import dump_json, mutate_bytes, mutate_json, seal_file
 from reliability_tools import blob, blob_file, edit_manifest, split, split_blob
+from safetensors.torch import save_file
 from strategies import raw_bytes
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
@@ -20,6 +21,7 @@ from torch.nn import functional
 import slimtensors
 from slimtensors import _core
 from slimtensors.archive.delta import make_restored_source
+from slimtensors.archive.originals import find_originals, pack_text, unpack_text
 from slimtensors.checkpoint import load_checkpoint, save_checkpoint
 from slimtensors.checkpoint import run as runs
 from slimtensors.checkpoint.distributed import StorageWriter, folders
@@ -38,11 +40,15 @@ from slimtensors.codecs import (
 from slimtensors.codecs.plan import Plan, chain
 from slimtensors.errors import FormatError
 from slimtensors.folder import config_json
+from slimtensors.layerwise.resume import WorkFolder
 from slimtensors.parallel import serially
 from slimtensors.quantization import QuantizationArgs, QuantizationConfig, formats
 from slimtensors.quantization.affine import find_params
 from slimtensors.quantization.codec import Quantized
 from slimtensors.recipe import Recipe
+from slimtensors.report.collect import collect
+from slimtensors.report.data import Report, read_report, write_report
+from slimtensors.report.page import render_page
 from slimtensors.runtime import (
     CompressedTensor,
     CsrTensor,
@@ -890,6 +896,92 @@ class Modules(Kind):
         return ""
 
 
+class Sources(Kind):
+    """Headers of the files that were compressed: the key `source` of manifests."""
+
+    def make(self) -> None:
+        self.path = self.folder / "x.safetensors"
+        save_file({"a": sample_tensor(16, 16), "b": torch.zeros(9)}, self.folder / "plain")
+        with slimtensors.open(self.folder / "plain") as archive:
+            slimtensors.save(archive, self.path, threads=1)
+        self.raw = self.path.read_bytes()
+        self.digest = self.read()
+
+    def read(self) -> str:
+        with slimtensors.open(self.path) as archive:
+            found = find_originals(archive)
+            return digest_values([found and [dict(found.headers), found.index]])
+
+    def mutate(self, random: Random) -> Mutant:
+        def change(manifest: dict[str, Any]) -> None:
+            if random.random() < 0.5:
+                manifest["source"] = mutate_json(random, manifest["source"])
+            else:
+                files = manifest["source"]["files"]
+                name = next(iter(files))
+                header = unpack_text(files[name], 1 << 20)
+                files[name] = pack_text(mutate_bytes(random, header))
+
+        with suppress(RecursionError, UnicodeError):
+            return Mutant({self.path.name: edit_manifest(self.raw, change)}, is_sealed=True)
+        return self.mutate(random)
+
+    def use(self, mutant: Mutant, random: Random) -> str:
+        if random.random() < 0.5:
+            return use_archive(self.path, random)
+        return self.read()
+
+    def claim(self) -> int:
+        return claim_archive(self.path)
+
+
+class Reports(Kind):
+    """Data of HTML reports."""
+
+    def make(self) -> None:
+        slimtensors.save({"w": sample_tensor(16, 16)}, self.folder / "x", preset="extreme")
+        self.path = self.folder / "report.json"
+        write_report(collect(self.folder / "x", threads=1), self.path)
+
+    def mutate(self, random: Random) -> Mutant:
+        raw = self.originals[self.path.name]
+        if random.random() < 0.2:
+            return Mutant({self.path.name: mutate_bytes(random, raw)}, is_sealed=True)
+        data = mutate_json(random, json.loads(raw))
+        return Mutant({self.path.name: dump_json(data)}, is_sealed=True)
+
+    def use(self, mutant: Mutant, random: Random) -> str:
+        report = read_report(self.path)
+        assert Report.from_json(report.to_json()).to_json() == report.to_json()
+        if random.random() < 0.05:
+            render_page(report)
+        return ""
+
+
+class WorkFolders(Kind):
+    """Finished layers of a quantization that is resumed."""
+
+    def make(self) -> None:
+        folder = WorkFolder(self.folder, {"model": "1", "config": "2"})
+        folder.store("a", {"w": sample_tensor(4, 4), "b": torch.arange(3)}, {"error": 0.5})
+        folder.store("b", {"w": sample_tensor(2, 4)})
+
+    def mutate(self, random: Random) -> Mutant:
+        name = random.choice(list(self.originals))
+        raw = self.originals[name]
+        if not name.endswith(".json"):
+            return Mutant({name: mutate_bytes(random, raw)}, is_sealed=True)
+        return Mutant({name: dump_json(mutate_json(random, json.loads(raw)))}, is_sealed=True)
+
+    def use(self, mutant: Mutant, random: Random) -> str:
+        folder = WorkFolder(self.folder, {"model": "1", "config": "2"})
+        for name in ("a", "b"):
+            if folder.has(name):
+                folder.load(name)
+                json.dumps(folder.load_report(name))
+        return ""
+
+
 KINDS: dict[str, type[Kind]] = {
     "blobs": Blobs,
     "manifests": Manifests,
@@ -904,4 +996,7 @@ KINDS: dict[str, type[Kind]] = {
     "recipes": Recipes,
     "weights": Weights,
     "modules": Modules,
+    "sources": Sources,
+    "reports": Reports,
+    "work folders": WorkFolders,
 }

@@ -34,6 +34,9 @@ SHARES = {
     "recipes": 2,
     "weights": 8,
     "modules": 5,
+    "sources": 4,
+    "reports": 3,
+    "work folders": 3,
 }
 """Relative number of cases; fewer of kinds that take long to read."""
 BATCH = 20_000

@@ -17,7 +17,7 @@ from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.write import WriteResult
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.statistics import Sparsity
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
+from slimtensors.errors import ConfigError, FormatError, MismatchError, report_malformed
 from slimtensors.storage import (
     INCOMPLETE,
     LocalLocation,
@@ -115,7 +115,7 @@ class Record:
     @classmethod
     def from_text(cls, text: bytes) -> "Record":
         """Parse the JSON form."""
-        try:
+        with report_malformed("malformed record of finished files"):
             data: dict[str, Any] = json.loads(text)
             return cls(
                 [TensorSummary(**{**t, "shape": tuple(t["shape"])}) for t in data["stored"]],
@@ -124,8 +124,6 @@ class Record:
                 {name: _parse_sparsity(s) for name, s in data["sparsity"].items()},
                 {name: RowStatistics(**r) for name, r in data["rows"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptFileError(f"malformed record of finished files: {error!r}") from error
 
 
 def _parse_sparsity(data: Json) -> Sparsity:
@@ -160,7 +158,9 @@ class BuildFolder(ABC):
 
     def attach(self, job: Json | None) -> None:
         """Join the job that another process started; raise if it is a different one."""
-        if difference := _compare_jobs(json.loads(self._read_job()), job):
+        with report_malformed(f"{self}: malformed job"):
+            started = json.loads(self._read_job())
+        if difference := _compare_jobs(started, job):
             raise MismatchError(f"{self}: this rank runs another job: {difference}")
 
     def find(self, kind: BuildKind, key: str) -> Record | None:
@@ -450,7 +450,7 @@ def _can_resume(folder: BuildFolder, job: Json | None, text: bytes, replace: boo
     """Return True if this job was started before; raise if it was another one to be kept."""
     try:
         before = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         before = None  # killed while writing it
     difference = _compare_jobs(before, job)
     if difference and isinstance(before, dict) and not replace:
@@ -466,7 +466,9 @@ def _compare_jobs(before: Json | None, now: Json | None) -> str:
     now = json.loads(json.dumps(now))
     if before == now:
         return ""
-    old, new = before or {}, now or {}
+    old, new = before if isinstance(before, dict) else {}, now or {}
+    if old == new:
+        return f"it was {str(before)[:200]}"
     key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
     return f"{key} was {str(old.get(key))[:200]}, now it is {str(new.get(key))[:200]}"
 

@@ -9,13 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from slimtensors import _core
-from slimtensors.errors import CorruptFileError, FormatError, MismatchError
+from slimtensors.errors import (
+    CorruptFileError,
+    FormatError,
+    MismatchError,
+    MissingFileError,
+    report_malformed,
+)
 from slimtensors.layerwise.inputs import Layer
 from slimtensors.storage import (
     FileOutput,
     LocalLocation,
     StrPath,
     TensorBytes,
+    is_inside,
     local_path,
     open_file,
     read_text,
@@ -42,18 +49,17 @@ class WorkFolder:
             self._resume(self._folder / INDEX_FILE)
 
     def _resume(self, path: Path) -> None:
-        try:
+        with report_malformed(f"{path}: malformed work folder index"):
             state = json.loads(read_text(path))
             version, digests, finished = state["version"], state["made_of"], state["finished"]
-            names = {str(entry["file"]) for entry in finished.values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptFileError(f"{path}: malformed work folder index: {error!r}") from error
-        if version != _VERSION:
-            raise FormatError(f"{path}: unsupported version {version}, expected {_VERSION}")
-        if any("/" in name or "\\" in name for name in names):
-            raise FormatError(f"{path}: invalid file name, outside of the folder")
-        expected: Mapping[str, str] = self._state["made_of"]
-        differing = [key for key in expected if digests.get(key) != expected[key]]
+            if version != _VERSION:
+                raise FormatError(f"unsupported version {str(version)[:20]}, expected {_VERSION}")
+            for name, entry in finished.items():
+                file, report = entry["file"], entry["report"]
+                if not is_inside(file) or "/" in file or not isinstance(report, dict | None):
+                    raise FormatError(f"{name[:80]!r}: invalid file name or report")
+            expected: Mapping[str, str] = self._state["made_of"]
+            differing = [key for key in expected if digests.get(key) != expected[key]]
         if differing:
             raise MismatchError(
                 f"{self._folder} was started with a different {' and '.join(differing)}; "
@@ -67,7 +73,11 @@ class WorkFolder:
 
     def load(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a finished layer or block."""
-        return _read_tensors(self._folder / self._state["finished"][name]["file"])
+        path = self._folder / self._state["finished"][name]["file"]
+        try:
+            return _read_tensors(path)
+        except OSError as error:
+            raise MissingFileError(f"{path}: cannot be read: {error.strerror}") from error
 
     def load_report(self, name: str) -> Json:
         """Return the JSON report of a finished layer."""
@@ -138,10 +148,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     file = open_file(LocalLocation(path))
-    try:
-        checksums = json.loads(file.header.metadata[_CHECKSUMS])
-    except (KeyError, ValueError) as error:
-        raise CorruptFileError(f"{path}: checksums not found") from error
+    with report_malformed(f"{path}: checksums"):
+        checksums = dict(json.loads(file.header.metadata[_CHECKSUMS]))
     tensors = {}
     for name, entry in file.header.entries.items():
         raw = file.read(entry)

@@ -194,13 +194,13 @@ def extract_texts(items: Iterable[str | Row], *, column: str | None = None) -> I
 
 
 def _read_json_lines(path: Path) -> Iterator[str | Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}: line {number} is not valid JSON: {error}") from error
             if not isinstance(row, str | dict):
                 raise ConfigError(f"{path}: line {number} must be a string or an object")

@@ -8,10 +8,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from slimtensors.archive.summary import TensorSummary
-from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.errors import CorruptFileError, UnsupportedVersionError, report_malformed
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.recipe.report import REPORT_FILE, LayerState
-from slimtensors.storage import StrPath, local_path, write_json
+from slimtensors.storage import StrPath, local_path, read_bytes, write_json
 from slimtensors.tensor import Json
 
 FORMAT, VERSION = "slimtensors report", 1
@@ -188,8 +188,8 @@ class Report:
             raise UnsupportedVersionError(
                 f"unsupported report version {found}; upgrade slimtensors"
             )
-        try:
-            return cls(
+        with report_malformed("incomplete report"):
+            report = cls(
                 data["title"],
                 data["created"],
                 data["writer"],
@@ -197,8 +197,10 @@ class Report:
                 [CheckpointReport(**point) for point in data["checkpoints"]],
                 data["recipe"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptFileError(f"incomplete report: {type(error).__name__}: {error}") from error
+            if not all(isinstance(x, str) for x in (report.title, report.created, report.writer)):
+                raise CorruptFileError("title, created and writer must be text")
+            json.dumps(report.to_json(), allow_nan=False)  # raises where the page would
+            return report
 
 
 def is_report(path: StrPath) -> bool:
@@ -216,14 +218,9 @@ def write_report(report: Report, path: StrPath) -> None:
 
 def read_report(path: StrPath) -> Report:
     """Read a report from a JSON file."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: invalid JSON: {error}") from error
-    try:
-        return Report.from_json(data)
-    except FormatError as error:
-        raise type(error)(f"{path}: {error}") from error
+    raw = read_bytes(path)
+    with report_malformed(str(path)):
+        return Report.from_json(json.loads(raw))
 
 
 def read_recipe(source: StrPath) -> Json | None:
@@ -235,16 +232,13 @@ def read_recipe(source: StrPath) -> Json | None:
         return None
     try:
         # Measurements of a broken model may be NaN, which the page cannot show.
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except ValueError:
+        data = json.loads(read_bytes(path), parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
         return None
     if not isinstance(data, dict) or not data.keys() >= {"steps", "layers", "quality"}:
         return None  # a file of another program with the same name
-    try:
+    with report_malformed(f"{path}: incomplete recipe report"):
         _check_recipe(data)
-    except (KeyError, TypeError, AttributeError) as error:
-        problem = f"incomplete recipe report: {type(error).__name__}: {error}"
-        raise CorruptFileError(f"{path}: {problem}") from error
     return data
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from slimtensors.archive.dialects.entries import (
     PackedTensor,
     PlainMember,
     StoredEntry,
-    is_sealed,
+    is_damaged_manifest,
 )
 from slimtensors.archive.dialects.slim import BlobMember
 from slimtensors.codecs.plan import Encoded, Plan
@@ -172,7 +173,7 @@ def _make_members(
 def _read_manifest(file: StoredFile) -> FileManifest | None:
     text = file.header.metadata.get(KEY)
     if text is None:
-        if any(map(is_sealed, file.header.metadata.values())):
+        if any(starmap(is_damaged_manifest, file.header.metadata.items())):
             raise CorruptFileError(f"{file.name}: the metadata key of the manifest is damaged")
         return None
     try:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -283,6 +284,12 @@ def is_sealed(text: str) -> bool:
     """Return True if `text` ends with its own checksum, as manifests do."""
     body, _, seal = text.rpartition(_SEAL)
     return bool(body) and seal == f"{_core.crc32c(body.encode(errors='surrogatepass'))}}}"
+
+
+def is_damaged_manifest(key: str, text: str) -> bool:
+    """Return True if this is a manifest under another key, or has nearly the key of one."""
+    is_manifest = is_sealed(text) or all(word in text for word in (_SEAL, '"dialect":'))
+    return key != KEY and (is_manifest or bool(get_close_matches(key, [KEY], cutoff=0.8)))
 
 
 def check_version(version: int, newest: int) -> None:
