@@ -34,7 +34,7 @@ def test_a_golden_file_loads_to_the_bits_that_went_in(name):
     assert slimtensors.verify(path)
 
 
-@every_file
+@pytest.mark.parametrize("name", [name for name in make.FILES if "shards" not in name])
 def test_todays_library_still_writes_the_same_bytes(name, tmp_path):
     path, golden = make.target(tmp_path, name), make.target(VERSION_1, name)
     path.parent.mkdir(parents=True, exist_ok=True)

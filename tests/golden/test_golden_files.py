@@ -22,17 +22,20 @@ from slimtensors.codecs import names
 from slimtensors.folder import restore_folder
 
 GOLDEN = Path(__file__).parent
-VERSION_1 = GOLDEN / "slim" / "1"
+SLIM = GOLDEN / "slim"
+VERSION_1 = SLIM / "1"
 
 
-def find_expected(folder):
-    """Return the names of the golden files of a folder of version 1."""
-    found = sorted((VERSION_1 / folder).glob("expected-*.json"))
-    return [path.stem.removeprefix("expected-") for path in found]
+def find_golden(*folders):
+    """Parametrize a test with the golden files of these folders, of all versions."""
+    found = sorted(path for folder in folders for path in SLIM.glob(f"*/{folder}/expected-*.json"))
+    paths = [path.with_name(path.stem.removeprefix("expected-")) for path in found]
+    ids = ["-".join(path.relative_to(SLIM).parts) for path in paths]
+    return pytest.mark.parametrize("path", paths, ids=ids)
 
 
-def expected(folder, name):
-    return read_expected(VERSION_1 / folder / f"expected-{name}.json")
+def expected(path):
+    return read_expected(path.with_name(f"expected-{path.name}.json"))
 
 
 def read_manifest(path):
@@ -50,23 +53,21 @@ def test_nobody_rewrites_adds_or_removes_a_golden_file():
         if path.is_file() and path.suffix in (".safetensors", ".json")
     }
     assert found == listed
-    assert sum(path.stat().st_size for path in VERSION_1.rglob("*.*")) < 1_000_000
+    assert sum(path.stat().st_size for path in SLIM.rglob("*.*")) < 1_100_000
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
-@pytest.mark.parametrize(
-    ("folder", "name"), [(f, name) for f in ("codecs", "states") for name in find_expected(f)]
-)
-def test_a_golden_archive_loads_to_the_bits_that_went_in(folder, name):
-    path = VERSION_1 / folder / f"{name}.safetensors"
-    assert describe(slimtensors.load(path)) == expected(folder, name)
-    assert slimtensors.verify(path)
+@find_golden("codecs", "states", "shards")
+def test_a_golden_archive_loads_to_the_bits_that_went_in(path):
+    file = path if path.is_dir() else path.with_name(f"{path.name}.safetensors")
+    assert describe(slimtensors.load(file)) == expected(path)
+    assert slimtensors.verify(file)
 
 
 def test_a_golden_delta_restores_to_the_bits_that_went_in(tmp_path):
     folder, target = VERSION_1 / "deltas", tmp_path / "new.safetensors"
     slimtensors.restore(folder / "file.safetensors", folder / "base.safetensors", target)
-    assert describe(slimtensors.load(target)) == expected("deltas", "file")
+    assert describe(slimtensors.load(target)) == expected(folder / "file")
 
 
 def test_a_golden_delta_of_a_folder_restores_to_the_same_files(tmp_path):
@@ -75,26 +76,26 @@ def test_a_golden_delta_of_a_folder_restores_to_the_same_files(tmp_path):
     restore_folder(folder / "folder", folder / "base.safetensors", tmp_path / "new")
     assert files.keys() == {path.name for path in (tmp_path / "new").glob("*.safetensors")}
     assert len(files) > 1
-    assert describe(slimtensors.load(tmp_path / "new")) == expected("deltas", "folder")
+    assert describe(slimtensors.load(tmp_path / "new")) == expected(folder / "folder")
 
 
-@pytest.mark.parametrize("name", find_expected("checkpoints"))
-def test_a_golden_checkpoint_loads_to_the_bits_that_went_in(name):
-    state = load_checkpoint(VERSION_1 / "checkpoints" / name)
-    assert describe(state) == expected("checkpoints", name)
+@find_golden("checkpoints")
+def test_a_golden_checkpoint_loads_to_the_bits_that_went_in(path):
+    assert describe(load_checkpoint(path)) == expected(path)
 
 
-def test_golden_checkpoints_verify(tmp_path):
-    run = shutil.copytree(VERSION_1 / "checkpoints", tmp_path / "run")
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_golden_checkpoints_verify(tmp_path, version):
+    run = shutil.copytree(SLIM / version / "checkpoints", tmp_path / "run")
     assert verify_run(run)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", find_expected("distributed"))
-def test_a_golden_distributed_checkpoint_loads_to_the_bits_that_went_in(name):
-    want = expected("distributed", name)
+@find_golden("distributed")
+def test_a_golden_distributed_checkpoint_loads_to_the_bits_that_went_in(path):
+    want = expected(path)
     state = make_blank(want)
-    reader = StorageReader(VERSION_1 / "distributed" / name)
+    reader = StorageReader(path)
     dcp.load(state, storage_reader=reader, no_dist=True)
     assert describe(state) == want
 

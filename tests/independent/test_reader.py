@@ -13,7 +13,8 @@ from independent.reader.crc32c import crc32c
 from independent.reader.tensor import DamagedError, Tensor
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-SLIM = GOLDEN / "slim" / "1"
+SLIM = GOLDEN / "slim"
+VERSION_1 = SLIM / "1"
 
 
 def describe(value):
@@ -81,54 +82,55 @@ def describe_quantized(parts):
     return describe(found)
 
 
-def expected(folder, name):
-    return json.loads((SLIM / folder / f"expected-{name}.json").read_bytes())
+def find_golden(*folders):
+    """Parametrize a test with the golden files of these folders, of all versions."""
+    found = sorted(path for folder in folders for path in SLIM.glob(f"*/{folder}/expected-*.json"))
+    paths = [path.with_name(path.stem.removeprefix("expected-")) for path in found]
+    ids = ["-".join(path.relative_to(SLIM).parts) for path in paths]
+    return pytest.mark.parametrize("path", paths, ids=ids)
 
 
-def names(folder):
-    paths = sorted((SLIM / folder).glob("expected-*.json"))
-    return [path.stem.removeprefix("expected-") for path in paths]
+def expected(path):
+    return json.loads(path.with_name(f"expected-{path.name}.json").read_bytes())
 
 
-ARCHIVES = [(folder, name) for folder in ("codecs", "states") for name in names(folder)]
-
-
-@pytest.mark.parametrize(("folder", "name"), ARCHIVES)
-def test_archives_and_states(folder, name):
-    found = open_archive(SLIM / folder / f"{name}.safetensors")
-    assert describe(found.state()) == expected(folder, name)
+@find_golden("codecs", "states", "shards")
+def test_archives_and_states(path):
+    file = path if path.is_dir() else path.with_name(f"{path.name}.safetensors")
+    assert describe(open_archive(file).state()) == expected(path)
 
 
 FIRST_FILES = sorted(
-    path.relative_to(SLIM)
+    path.relative_to(VERSION_1)
     for folder in ("slim", "compressed-tensors")
-    for path in (*(SLIM / folder).glob("*.safetensors"), *(SLIM / folder).glob("shards/*"))
+    for path in (VERSION_1 / folder).glob("*")
+    for path in ([path] if path.is_file() else path.iterdir())
 )
 
 
 @pytest.mark.parametrize("path", FIRST_FILES, ids=str)
 def test_models(path):
-    found = open_archive(SLIM / path).tensors()
-    want = open_archive(SLIM / f"expected-{path.stem}.safetensors").stored
+    found = open_archive(VERSION_1 / path).tensors()
+    want = open_archive(VERSION_1 / f"expected-{path.stem}.safetensors").stored
     assert {name: x.data for name, x in found.items()} == {name: x.data for name, x in want.items()}
 
 
 def test_deltas():
-    base = open_archive(SLIM / "deltas" / "base.safetensors")
-    for path, name in (("file", "file"), ("folder/delta", "folder")):
-        found = deltas.restore(open_archive(SLIM / "deltas" / f"{path}.safetensors"), base)
-        assert sorted(describe(found)["items"]) == sorted(expected("deltas", name)["items"])
+    folder = VERSION_1 / "deltas"
+    base = open_archive(folder / "base.safetensors")
+    for file, name in (("file", "file"), ("folder/delta", "folder")):
+        found = deltas.restore(open_archive(folder / f"{file}.safetensors"), base)
+        assert sorted(describe(found)["items"]) == sorted(expected(folder / name)["items"])
 
 
-@pytest.mark.parametrize("name", names("checkpoints"))
-def test_checkpoints(name):
-    assert describe(checkpoints.load(SLIM / "checkpoints" / name)) == expected("checkpoints", name)
+@find_golden("checkpoints")
+def test_checkpoints(path):
+    assert describe(checkpoints.load(path)) == expected(path)
 
 
-@pytest.mark.parametrize("name", names("distributed"))
-def test_distributed_checkpoints(name):
-    found = describe(distributed.load(SLIM / "distributed" / name))
-    assert sort_keys(found) == sort_keys(expected("distributed", name))
+@find_golden("distributed")
+def test_distributed_checkpoints(path):
+    assert sort_keys(describe(distributed.load(path))) == sort_keys(expected(path))
 
 
 def sort_keys(value):
@@ -174,7 +176,7 @@ def test_crc_of_the_check_value():
 
 
 def test_the_reader_finds_every_flipped_bit(tmp_path):
-    raw = bytearray((SLIM / "slim" / "trees.safetensors").read_bytes())
+    raw = bytearray((VERSION_1 / "slim" / "trees.safetensors").read_bytes())
     path = tmp_path / "flipped.safetensors"
     for at in range(0, len(raw), 37):
         raw[at] ^= 4
