@@ -231,7 +231,8 @@ def _numpy_to_tensor(array: np.ndarray[Any, Any], path: str) -> Tensor:
         )
     if not array.dtype.isnative:
         array = array.byteswap()
-    array = array.view(np.int64 if kind in "mM" else array.dtype.newbyteorder("="))
+    # By size: torch does not support `ulonglong`, which equals `uint64`.
+    array = array.view(np.int64 if kind in "mM" else f"={kind}{itemsize}")
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = array.copy(order="C")
     return torch.from_numpy(array)
