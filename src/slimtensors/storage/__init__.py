@@ -16,6 +16,12 @@ from slimtensors.storage.files import (
     read_bytes,
     read_text,
 )
+from slimtensors.storage.installation import (
+    find_model_files,
+    install_model,
+    note_parameters,
+    write_index,
+)
 from slimtensors.storage.location import (
     LocalLocation,
     Location,
@@ -49,11 +55,8 @@ from slimtensors.storage.writer import (
     RemoteOutput,
     TensorBytes,
     check_name,
-    find_model_files,
     has_code,
-    note_parameters,
     parse_size,
-    write_index,
 )
 
 __all__ = [
@@ -79,6 +82,7 @@ __all__ = [
     "check_name",
     "find_model_files",
     "has_code",
+    "install_model",
     "is_distributed",
     "is_inside",
     "local_path",

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -272,8 +272,10 @@ def temporary_name(path: Path, suffix: str = TEMPORARY_SUFFIX) -> Path:
     return path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}{suffix}")
 
 
-def remove_leftovers(target: Path) -> None:
+def remove_leftovers(target: Path, before: Callable[[Path], None] | None = None) -> None:
     """Remove the temporary files and folders that killed writers of `target` left behind.
+
+    `before` is called with each of them while it is locked, before it is removed.
 
     Those of running writers are locked and stay. So do those of other machines, because not every
     shared file system has locks between machines.
@@ -282,7 +284,7 @@ def remove_leftovers(target: Path) -> None:
         for path in target.parent.glob(glob.escape(_prefix(target)) + "[0-9a-f]" * 8 + suffix):
             if suffix == REPLACED_SUFFIX and not target.exists():  # it is the only complete folder
                 continue
-            remove_unlocked(path)
+            remove_unlocked(path, before)
 
 
 def find_leftovers(folder: Path) -> list[Path]:
@@ -352,6 +354,14 @@ def _write_owner(descriptor: int) -> None:
         os.pwrite(descriptor, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
 
 
+def apply_umask(folder: Path) -> None:
+    """Give the weight files in `folder` the mode of new files; safetensors makes them private."""
+    with temporary_file(folder / "mode") as (_, descriptor):
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def make_folders(path: Path) -> None:
     """Create a folder and its missing parents, so that they survive a power failure."""
     if path.is_dir():
@@ -396,7 +406,7 @@ def _machine_id() -> str:
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
-def remove_unlocked(path: Path) -> bool:
+def remove_unlocked(path: Path, before: Callable[[Path], None] | None = None) -> bool:
     """Remove a temporary file or folder of a killed writer; return False if it cannot be removed.
 
     It may be in use, already removed, a link, or not permitted.
@@ -413,6 +423,8 @@ def remove_unlocked(path: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(path, descriptor):
                 return False
+            if before is not None:
+                before(path)
             shutil.rmtree(path) if stat.S_ISDIR(mode) else path.unlink()
         finally:
             os.close(descriptor)

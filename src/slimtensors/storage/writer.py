@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,14 @@ from torch import Tensor
 
 from slimtensors.errors import ConfigError, FormatError, UnsupportedTensorError
 from slimtensors.storage.atomic import (
-    lock_replacement,
     replace_file,
     sync_folder,
     temporary_file,
     temporary_folder,
-    write_json,
 )
-from slimtensors.storage.files import create_file, name_write_errors, read_bytes
-from slimtensors.storage.location import LocalLocation, RemoteLocation
+from slimtensors.storage.files import create_file, name_write_errors
+from slimtensors.storage.installation import install_model, remove_model_leftovers, write_index
+from slimtensors.storage.location import RemoteLocation
 from slimtensors.storage.reader import (
     CODE_OF_DTYPE,
     INCOMPLETE,
@@ -39,10 +38,8 @@ from slimtensors.storage.reader import (
     PACKED_PAIR,
     SINGLE,
     HeaderEntry,
-    open_file,
-    read_index,
 )
-from slimtensors.tensor import Json, Spec, ceil_div, is_valid_text
+from slimtensors.tensor import Spec, ceil_div, is_valid_text
 
 _FLUSH = 16 << 20
 """Bytes after which writing to disk is started."""
@@ -159,6 +156,7 @@ class FolderOutput:
         self._reserve = reserve if max_shard_size is None else min(reserve, max_shard_size // 64)
         self._writers: list[Writer] = []
         with ExitStack() as stack:
+            remove_model_leftovers(folder)
             self._temporary = stack.enter_context(temporary_folder(folder / SINGLE))
             self._start_file()
             self._resources = stack.pop_all()
@@ -185,16 +183,17 @@ class FolderOutput:
         generation = self._compute_generation(order, describe) if self._writers[1:] else None
         for writer in self._writers:
             writer.finish(order, describe, generation)
-        with name_write_errors(self._folder), lock_replacement(self._folder / SINGLE):
-            old = find_model_files(self._folder)
-            names = [SINGLE] if len(self._writers) == 1 else self._choose_names()
-            try:
-                self._rename(names, order)
-            finally:
-                _retry_interrupted(lambda: self._clean_up(names, old))
-            sync_folder(self._folder)
+        with name_write_errors(self._folder):
+            count = len(self._writers)
+            names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+            names = names if count > 1 else [SINGLE]
+            for writer, name in zip(self._writers, names, strict=True):
+                writer.path.rename(self._temporary / name)
+            if count > 1:
+                write_index(self._temporary, INDEX, names, order)
+            final = install_model(self._temporary, self._folder)
         files = zip(names, self._writers, strict=True)
-        return {str(self._folder / name): list(writer.checksums) for name, writer in files}
+        return {str(self._folder / final[name]): list(w.checksums) for name, w in files}
 
     def _compute_generation(self, order: Sequence[str], describe: Describe) -> str:
         """Return a hash of the content of all shards."""
@@ -202,36 +201,6 @@ class FolderOutput:
         for writer in self._writers:
             digest.update(writer.digest(order, describe))
         return digest.hexdigest()[:32]
-
-    def _rename(self, names: Sequence[str], order: Sequence[str]) -> None:
-        for writer, name in zip(self._writers, names, strict=True):
-            replace_file(writer.path, self._folder / name)
-        # Each step must be on disk before the next: a power failure may undo the last only.
-        sync_folder(self._folder)
-        if names != [SINGLE]:
-            write_index(self._folder, INDEX, names, order)
-            (self._folder / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index
-            sync_folder(self._folder)
-
-    def _clean_up(self, names: Sequence[str], old: set[str]) -> None:
-        """Remove the old model if the new one is complete, else the files of the new one."""
-        if names == [SINGLE]:
-            is_complete = self._writers[0].is_renamed_to(self._folder / SINGLE)
-            obsolete = old - {SINGLE} if is_complete else set()
-        elif not self._is_indexed(names):
-            obsolete = set(names)
-        elif (self._folder / SINGLE).exists():
-            obsolete = {*names, INDEX}
-        else:
-            obsolete = old - {*names, INDEX}
-        for name in obsolete:
-            (self._folder / name).unlink(missing_ok=True)
-
-    def _is_indexed(self, names: Sequence[str]) -> bool:
-        try:
-            return set(read_index(LocalLocation(self._folder / INDEX))) == set(names)
-        except (OSError, FormatError):
-            return False
 
     def __enter__(self) -> Self:
         return self
@@ -248,16 +217,6 @@ class FolderOutput:
         if error is not None and self._is_new:
             with suppress(OSError):  # another process wrote to it in the meantime
                 self._folder.rmdir()
-
-    def _choose_names(self) -> list[str]:
-        """Return shard names that do not exist yet."""
-        count, revision = len(self._writers), 0
-        while True:
-            mark = f".r{revision}" if revision else ""
-            names = [f"model-{i:05d}-of-{count:05d}{mark}.safetensors" for i in range(1, count + 1)]
-            if not any((self._folder / name).exists() for name in names):
-                return names
-            revision += 1
 
 
 class RemoteOutput:
@@ -310,38 +269,6 @@ class RemoteOutput:
         self._resources.__exit__(kind, error, trace)
 
 
-def write_index(folder: Path, index: str, names: Sequence[str], order: Sequence[str] = ()) -> None:
-    """Write the index of shards, with the stored tensors in `order` or in that of the files."""
-    entries = {name: open_file(LocalLocation(folder / name)).header.entries for name in names}
-    file_of = {key: name for name, table in entries.items() for key in table}
-    total = sum(entry.spec.nbytes for table in entries.values() for entry in table.values())
-    table: Json = {
-        "metadata": {"total_size": total},
-        "weight_map": {key: file_of[key] for key in order or file_of},
-    }
-    write_json(folder / index, table)
-
-
-def note_parameters(index: Path, count: int) -> None:
-    """Add the number of parameters, which the Hub displays, to an index if it exists."""
-    with lock_replacement(index.with_name(SINGLE)):
-        if index.exists():
-            table = json.loads(read_bytes(index))
-            table["metadata"] = {"total_parameters": count, **table["metadata"]}
-            write_json(index, table)
-
-
-def find_model_files(folder: Path) -> set[str]:
-    """Return the names of the weight files of the model in a folder, or an empty set."""
-    files = {SINGLE} if (folder / SINGLE).exists() else set()
-    if (folder / INDEX).exists():
-        files.add(INDEX)
-        with suppress(FormatError):  # an invalid index lists no shards
-            shards = read_index(LocalLocation(folder / INDEX))
-            files |= {name for name in shards if name.endswith(".safetensors")}
-    return files
-
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -391,7 +318,6 @@ class Writer:
         """Bytes of tensors written so far."""
         self._flushed = 0
         self._file = self._open()
-        self._status = os.fstat(self._file.fileno())
         self._file.seek(self._reserve)
 
     def _open(self) -> BinaryIO:
@@ -445,10 +371,6 @@ class Writer:
     def _make_table(self, order: Sequence[str]) -> tuple[list[str], str]:
         names = [name for name in order if name in self._entries]
         return names, header_table({name: self._entries[name] for name in names})
-
-    def is_renamed_to(self, target: Path) -> bool:
-        """Return True if `target` is this file."""
-        return target.exists() and os.path.samestat(target.stat(), self._status)
 
     def _move_data(self, start: int) -> None:
         """Move all data towards the end of the file, the last bytes first."""
@@ -510,15 +432,6 @@ def check_target(path: Path) -> Path:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{path}: the folder {target.parent} does not exist")
     return target
-
-
-def _retry_interrupted(action: Callable[[], None]) -> None:
-    """Run `action`, and once more if Ctrl-C interrupted it."""
-    try:
-        action()
-    except KeyboardInterrupt:
-        action()
-        raise
 
 
 def _upload_folder(folder: Path, where: RemoteLocation) -> None:

@@ -32,7 +32,7 @@ from slimtensors.recipe.modifiers import QuantizationModifier
 from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, make_config
 from slimtensors.recipe.report import REPORT_FILE, Report, measure
 from slimtensors.storage import INDEX, StrPath, note_parameters, write_json
-from slimtensors.storage.atomic import create_folder
+from slimtensors.storage.atomic import apply_umask, create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import find_unused_columns, select_columns
 from slimtensors.transformers.saving import enable
@@ -138,6 +138,7 @@ def _save_quantized(model: Any, config: QuantizationConfig, folder: Path) -> str
     state = ModelCompressor(config).compress(model)
     try:
         type(model).save_pretrained(model, folder, state_dict=state)
+        apply_umask(folder)
         return str(model.config.quantization_config["format"])
     finally:
         del model.config.quantization_config  # the weights of the model in memory are dense

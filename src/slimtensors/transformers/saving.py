@@ -1,10 +1,8 @@
 """Save models compressed: the `save_pretrained` of an enabled model."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.compat.sparse_formats import find_preset
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
+    CONFIG,
     SparsityConfig,
     add_sparsity_section,
     copy_sections,
@@ -32,7 +31,15 @@ from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor, CsrTensor
 from slimtensors.runtime.serialization import to_encoded
-from slimtensors.storage import INDEX, StrPath, local_path, note_parameters, parse_size
+from slimtensors.storage import (
+    INDEX,
+    StrPath,
+    local_path,
+    note_parameters,
+    parse_size,
+    temporary_folder,
+)
+from slimtensors.storage.atomic import apply_umask, move_files
 from slimtensors.tensor import Json
 from slimtensors.transformers.weights import (
     QUANTIZED,
@@ -165,6 +172,8 @@ class SavePretrained:
         if any(isinstance(x, CompressedTensor) for x in state.values()):
             options["state_dict"] = {name: to_dense(x) for name, x in state.items()}
         type(self._model).save_pretrained(self._model, folder, **options)
+        if folder.is_dir():  # created by the main process only
+            apply_umask(folder)
 
     def _save_compressed(
         self,
@@ -199,21 +208,20 @@ class SavePretrained:
             sources = [_convert_on_read(source, _encode) for source in sources]
         else:
             sources = [_convert_on_read(source, to_dense) for source in sources]
-        folder.mkdir(parents=True, exist_ok=True)
         # Other files are written to a temporary folder first: transformers would remove the shards
         # of an older model, which must stay until the new ones are complete.
-        with TemporaryDirectory(prefix=".", dir=folder) as temporary:
-            self._save_dense(Path(temporary), state_dict={}, **options)
+        with temporary_folder(folder / CONFIG) as temporary:
+            self._save_dense(temporary, state_dict={}, **options)
             writing = WriteOptions(preset=preset, max_shard_size=max_shard_size)
             summary = write(ArchiveSource(sources), folder, writing).summary()
             note_parameters(folder / INDEX, summary.items)
             section = _update_config(
-                Path(temporary),
+                temporary,
                 lambda config: self._keep_run_compressed(
                     describe_compression(config, summary, sparsity, preset=preset, dialect="slim")
                 ),
             )
-            shutil.copytree(temporary, folder, dirs_exist_ok=True)
+            move_files(temporary, folder)
         return section
 
     def _keep_run_compressed(self, config: Json) -> Json:
@@ -246,14 +254,11 @@ class SavePretrained:
                     " copied unchanged; use slimtensors convert to write other shards"
                 )
         check_unchanged(sources, QuantizedArchive(archive, config, self._model))
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".", dir=folder) as temporary:
-            self._save_dense(Path(temporary), state_dict={}, **options)
-            update_config(
-                Path(temporary), lambda config: copy_sections(config, read_config(source))
-            )
+        with temporary_folder(folder / CONFIG) as temporary:
+            self._save_dense(temporary, state_dict={}, **options)
+            update_config(temporary, lambda config: copy_sections(config, read_config(source)))
             copy_weight_files(source, folder)
-            shutil.copytree(temporary, folder, dirs_exist_ok=True)
+            move_files(temporary, folder)
 
     def _describe_sparsity(self, folder: Path, is_requested: bool) -> SparsityConfig | None:
         """Add a `sparsity_config` to the `config.json` of a dense model with many zeros."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +20,15 @@ from slimtensors.recipe.oneshot import apply_recipe, check_recipe, check_targets
 from slimtensors.recipe.recipe import modifier_name
 from slimtensors.recipe.report import REPORT_FILE, Report, Step
 from slimtensors.recipe.training import key_by_parameter
-from slimtensors.storage import SINGLE, StrPath, local_path, write_json
+from slimtensors.storage import (
+    SINGLE,
+    StrPath,
+    install_model,
+    local_path,
+    temporary_folder,
+    write_json,
+)
+from slimtensors.storage.atomic import move_files
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import calibration_batches, load_examples
 from slimtensors.transformers.oneshot import save_model
@@ -256,9 +263,7 @@ def _load_teacher(
 
 def _save(run: _Run, *, save_compressed: bool) -> TrainingReport:
     """Write the model, its recipe and its report to the output folder; return the report."""
-    with TemporaryDirectory(prefix=".", dir=run.home) as temporary:
-        folder = Path(temporary, "model")
-        folder.mkdir()
+    with temporary_folder(run.home / SINGLE) as folder:
         if isinstance(run.model, PreTrainedModel):
             report = save_model(
                 run.model, folder, run.recipe, run.make_report(), save_compressed=save_compressed
@@ -267,10 +272,8 @@ def _save(run: _Run, *, save_compressed: bool) -> TrainingReport:
                 run.setup.tokenizer.save_pretrained(folder)
         else:
             report = _save_module(run, folder, "sparse" if save_compressed else "dense")
-        for old in run.home.glob("*.safetensors*"):
-            old.unlink()  # of an older model, possibly with other shards
-        for path in folder.iterdir():
-            path.replace(run.home / path.name)
+        install_model(folder, run.home)
+        move_files(folder, run.home)
     return report
 
 

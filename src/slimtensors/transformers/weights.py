@@ -1,12 +1,10 @@
 """Weights of a model as tensors to store: collect, compare with stored ones, copy."""
 
 import logging
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -35,7 +33,14 @@ from slimtensors.quantization.state_dict import (
 )
 from slimtensors.quantization.targets import choose_format
 from slimtensors.runtime import CompressedTensor, from_module
-from slimtensors.storage import LocalLocation, find_model_files, weight_files
+from slimtensors.storage import (
+    SINGLE,
+    LocalLocation,
+    install_model,
+    temporary_folder,
+    weight_files,
+)
+from slimtensors.storage.files import copy_file
 from slimtensors.tensor import Json, Spec, bitwise_equal, check_storable, to_cpu
 
 _LOG = logging.getLogger(__name__)
@@ -300,16 +305,11 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def copy_weight_files(source: Path, folder: Path) -> None:
-    """Replace the weights in `folder` by those in `source`; each file is replaced atomically."""
-    names = weight_files(LocalLocation(source))
-    stale = find_model_files(folder) - set(names)
-    with TemporaryDirectory(prefix=".", dir=folder) as temporary:
-        for name in reversed(names):  # the index last, when all files in it exist
-            target = folder / name
-            if target.exists() and target.samefile(source / name):
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            copied = Path(shutil.copyfile(source / name, Path(temporary, target.name)))
-            copied.replace(target)
-    for name in stale:
-        (folder / name).unlink()
+    """Replace the model in `folder` by copies of the weight files in `source`."""
+    if folder.exists() and folder.samefile(source):
+        return
+    with temporary_folder(folder / SINGLE) as temporary:
+        for name in weight_files(LocalLocation(source)):
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(source / name, temporary / name)
+        install_model(temporary, folder)
