@@ -361,36 +361,61 @@ def edit_entries(path, change):
     forge_id(path)
 
 
-def test_invalid_entries_raise_corrupt_file_error(tmp_path, states):
-    save_checkpoint(states[0], tmp_path / "a")
-    save_checkpoint(states[1], tmp_path / "good", base=tmp_path / "a")
-    first, second = "optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"
+FIRST, SECOND = "optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"
 
-    def entry(name, **new):
-        return lambda delta: delta["checkpoint"][name].update(new)
 
-    def roots(by):
-        return {"as": "roots", "dtype": "float32", "shape": [64, 64], "by": by, "step": 0.5}
+def roots(by):
+    return {"as": "roots", "dtype": "float32", "shape": [64, 64], "by": by, "step": 0.5}
 
-    for i, change in enumerate(
-        [
-            lambda delta: delta.pop("tied"),
-            lambda delta: delta["tied"].update({"x": "nowhere"}),
-            lambda delta: delta["checkpoint"].update({"new": {"as": "whole"}}),
-            lambda delta: delta["checkpoint"].update({first: roots(first)}),
-            lambda delta: delta["checkpoint"].update({first: roots("nowhere")}),
-            lambda delta: delta["checkpoint"].update({first: roots(second)}),
-            entry(second, bits=99),
-            entry(second, seed=-1),
-            entry(second, shape=[1, 2]),
-            entry(second, times="x"),
-            entry(second, **{"as": "guess"}),
-        ]
-    ):
-        shutil.copytree(tmp_path / "good", tmp_path / str(i))
-        edit_entries(tmp_path / str(i), change)
-        with pytest.raises(CorruptFileError):
-            load_checkpoint(tmp_path / str(i))
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda delta: delta.pop("tied"), "tied: missing"),
+        (lambda delta: delta["tied"].update({"x": "nowhere"}), "x: tied to, or a copy of, an invalid name nowhere"),
+        (lambda delta: delta["tied"].update({"x": []}), "tied: x: expected text"),
+        (lambda delta: delta.update(checkpoint=[]), "checkpoint: expected an object"),
+        (lambda delta: delta["checkpoint"].update({"new": {"as": "whole"}}), "new: dtype: missing"),
+        (lambda delta: delta["checkpoint"].update({"new": 1}), "new: expected an object"),
+        (lambda delta: delta["checkpoint"].update({FIRST: roots(FIRST)}), "invalid sibling"),
+        (lambda delta: delta["checkpoint"].update({FIRST: roots("nowhere")}), "invalid sibling"),
+        (lambda delta: delta["checkpoint"].update({FIRST: roots([])}), f"{FIRST}: by: expected"),
+        ({"bits": 99}, "bits: expected an integer from 1 to"),
+        ({"seed": -1}, "seed: expected an integer from 0"),
+        ({"shape": [1, 2]}, "expected"),
+        ({"shape": [1 << 62, 4]}, "shape too large"),
+        ({"dtype": []}, "unknown dtype"),
+        ({"dtype": "complex64", "times": 2}, "dtype: complex64"),
+        ({"times": "x"}, "times: expected a number"),
+        ({"times": "NaN"}, "times: expected a finite number"),
+        ({"times": float("inf")}, "times: expected a finite number"),
+        ({"times": 10**400}, "times: expected a number that fits a double"),
+        ({"as": "guess"}, "as: unknown kind 'guess'"),
+        ({"as": []}, "as: expected text"),
+        ({"as": "steps", "base": "x", "step": float("nan")}, "step: expected a finite number"),
+        ({"base": 3}, "base: "),
+        ({"color": 3}, "color: unknown key"),
+    ],
+)
+def test_an_invalid_entry_is_an_error_with_file_tensor_and_key(tmp_path, edit, message):
+    torch.manual_seed(0)
+    state = {"optimizer": {"state": {2: {"exp_avg_sq": torch.rand(64, 64)}}}}
+    save_checkpoint(state, tmp_path / "a")
+    state["optimizer"]["state"][2]["exp_avg"] = torch.rand(64, 64)
+    save_checkpoint(state, tmp_path / "b", base=tmp_path / "a")
+    name = FIRST if "a number" in message else SECOND
+
+    def change(delta):
+        if callable(edit):
+            edit(delta)
+        else:
+            delta["checkpoint"][name].update(edit)
+
+    edit_entries(tmp_path / "b", change)
+    with pytest.raises(CorruptFileError, match=rf"b/state\.safetensors: .*{message}") as caught:
+        load_checkpoint(tmp_path / "b")
+    if not callable(edit):
+        assert name in str(caught.value)
 
 
 def mix_bits(x):

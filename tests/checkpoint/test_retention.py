@@ -250,7 +250,6 @@ def test_nan_never_counts_as_best(tmp_path):
         [1.0],
         10**400,
     ],
-    ids=str,
 )
 def test_other_metrics_are_refused_by_name_at_every_step(tmp_path, value):
     with start(tmp_path, every=100) as ckpt:

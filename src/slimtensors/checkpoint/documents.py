@@ -3,8 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +28,11 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def read_document(path: Path) -> str:
     """Return the text of a regular file; raise `FormatError` for anything else."""
-    with open_for_reading(path) as file:
+    try:
+        opened = open_for_reading(path)
+    except IsADirectoryError:
+        raise FormatError(f"{path} is a folder, not a regular file") from None
+    with opened as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_BYTES:
             raise FormatError(f"{path}: {size} bytes are too large for a manifest")
@@ -38,21 +41,6 @@ def read_document(path: Path) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise CorruptFileError(f"{path}: not UTF-8: {error}") from error
-
-
-@contextmanager
-def name_document(path: Path) -> Iterator[None]:
-    """Raise every error of parsing a document as `FormatError` that names the file."""
-    try:
-        yield
-    except UnsupportedVersionError as error:
-        raise UnsupportedVersionError(f"{path}: {error}") from None
-    except FormatError as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CorruptFileError(f"{path}: malformed: {error}") from error
-    except RecursionError:
-        raise CorruptFileError(f"{path}: nested too deeply") from None
 
 
 def seal(body: str, separator: str) -> str:
@@ -104,7 +92,7 @@ class Fields:
 
     def check_keys(self, required: Collection[str], optional: Collection[str] = ()) -> None:
         """Raise unless all required keys and no unknown ones are present."""
-        for key in required:
+        for key in sorted(required):
             if key not in self.data:
                 raise CorruptFileError(f"{self.where}{key}: missing")
         for key in self.data:
@@ -158,12 +146,26 @@ class Fields:
         except OverflowError:
             raise CorruptFileError(self.explain(key, "a number that fits a double")) from None
 
+    def finite_number(self, key: str) -> float:
+        """Return a number that is neither NaN nor infinite."""
+        value = self.number(key)
+        if isinstance(self.data[key], str) or not math.isfinite(value):
+            raise CorruptFileError(self.explain(key, "a finite number"))
+        return value
+
     def child(self, key: str) -> "Fields":
         """Return an object."""
         value = self.data.get(key)
         if not isinstance(value, dict):
             raise CorruptFileError(self.explain(key, "an object"))
         return Fields(value, f"{self.where}{_shorten(key)}: ")
+
+    def items(self, key: str) -> list[Any]:
+        """Return a list; its items are not checked."""
+        value = self.data.get(key)
+        if not isinstance(value, list):
+            raise CorruptFileError(self.explain(key, "a list"))
+        return value
 
     def table(self, key: str, parse: "Callable[[Fields, str], T]") -> dict[str, T]:
         """Return an object with values of one kind: `table("metrics", Fields.number)`."""

@@ -12,12 +12,11 @@ from slimtensors.checkpoint.documents import (
     check_version,
     format_number,
     is_sealed,
-    name_document,
     parse_object,
     read_document,
     seal,
 )
-from slimtensors.errors import CorruptFileError, FormatError
+from slimtensors.errors import CorruptFileError, FormatError, report_malformed
 from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json
@@ -159,7 +158,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint") from None
         raise FormatError(f"{folder} is not a checkpoint ({MANIFEST} not found)") from None
-    with name_document(path):
+    with report_malformed(str(path)):
         return CheckpointManifest.from_text(text)
 
 

@@ -1,6 +1,7 @@
 """Stored form of one tensor of a checkpoint: its entry, its rounding, and how it is decoded."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,14 @@ from torch import Tensor
 from slimtensors.archive import Archive
 from slimtensors.archive.delta import tensor_digest
 from slimtensors.archive.dialects import check_copies
-from slimtensors.codecs.residual import ResidualKind, apply_residual, ungroup_bytes
-from slimtensors.errors import CorruptFileError, MismatchError, report_malformed
+from slimtensors.checkpoint.documents import Fields
+from slimtensors.codecs.residual import (
+    ResidualKind,
+    applicable_kinds,
+    apply_residual,
+    ungroup_bytes,
+)
+from slimtensors.errors import CorruptFileError, FormatError, MismatchError, report_malformed
 from slimtensors.parallel import Each, serially
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, allocate
 
@@ -57,31 +64,34 @@ class TensorEntry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TensorEntry":
-        """Parse the JSON form."""
-        try:
-            entry = cls(
-                kind=data["as"],
-                like=Spec.from_json(dict(data)),
-                bits=data.get("bits"),
-                seed=data.get("seed"),
-                base=data.get("base"),
-                times=float(data.get("times", 1.0)),
-                by=data.get("by"),
-                step=float(data["step"]) if "step" in data else None,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"invalid tensor entry: {str(data)[:80]}") from error
-        is_valid = (
-            entry.kind in {WHOLE, *NEEDS_BASE, *NEEDS_SIBLING}
-            and (entry.bits is None or _can_shorten(entry.like.dtype, entry.bits))
-            and (entry.seed is None or _is_seed(entry.seed))
-            and isinstance(entry.base, str) == (entry.kind in NEEDS_BASE)
-            and isinstance(entry.by, str) == (entry.kind in NEEDS_SIBLING)
-            and (entry.step is not None) == (entry.kind in (STEPS, ROOTS))
+        """Parse the JSON form; raise `CorruptFileError` with the key of an invalid value."""
+        fields = Fields(data)
+        kind = fields.text("as")
+        if kind not in (WHOLE, *NEEDS_BASE, *NEEDS_SIBLING):
+            raise CorruptFileError(f"as: unknown kind {kind[:40]!r}")
+        required = {"as", "dtype", "shape"}
+        required |= {"base"} if kind in NEEDS_BASE else set()
+        required |= {"by"} if kind in NEEDS_SIBLING else set()
+        required |= {"step"} if kind in (STEPS, ROOTS) else set()
+        fields.check_keys(required, ("bits", "seed", "times"))
+        like = Spec.from_json(dict(data))
+        is_float = like.dtype in MANTISSA
+        needs_float = kind in (GROUPED, STEPS, ROOTS) or data.keys() & {"bits", "times"}
+        if needs_float and not is_float:
+            raise CorruptFileError(f"dtype: {like} cannot be stored as {kind}, rounded or scaled")
+        if kind in DIFFERENCES and kind not in list(applicable_kinds(like)):
+            raise CorruptFileError(f"dtype: {like} cannot be stored as {kind}")
+        most = MANTISSA[like.dtype] if is_float else 0
+        return cls(
+            kind=kind,
+            like=like,
+            bits=fields.integer("bits", low=1, high=most) if "bits" in data else None,
+            seed=fields.integer("seed", low=0, high=(1 << 31) - 1) if "seed" in data else None,
+            base=fields.text("base") if "base" in data else None,
+            times=fields.finite_number("times") if "times" in data else 1.0,
+            by=fields.text("by") if "by" in data else None,
+            step=fields.finite_number("step") if "step" in data else None,
         )
-        if not is_valid:
-            raise CorruptFileError(f"invalid tensor entry: {str(data)[:80]}")
-        return entry
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,37 +170,48 @@ class TensorFile(Mapping[str, Tensor]):
             raise CorruptFileError(f"{self.archive.path}: {name}: {error}") from error
 
 
-def _read_entries(
-    archive: Archive,
-) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
+_Names = dict[str, str]
+
+
+def _read_entries(archive: Archive) -> tuple[dict[str, TensorEntry], _Names, _Names]:
     """Return the entries, empty if all tensors are stored whole, tied names, and copies."""
     if archive.delta is None:
         return {}, archive.tied(), archive.copies()
-    copies = archive.delta.get("copies", {})
-    match archive.delta:
-        case {"checkpoint": dict(entries), "tied": dict(tied)} if (
-            all(isinstance(entry, dict) for entry in entries.values())
-            and tied.keys().isdisjoint(entries)
-            and all(isinstance(target, str) and target in entries for target in tied.values())
-            and isinstance(copies, dict)
-            and copies.keys().isdisjoint({*entries, *tied})
-            and all(isinstance(target, str) and target in entries for target in copies.values())
-        ):
-            parsed: dict[str, TensorEntry] = {}
-            for name, entry in entries.items():
-                with report_malformed(f"{archive.path}: {name}"):
-                    parsed[name] = TensorEntry.from_json(entry)
-        case _:
-            raise CorruptFileError(f"{archive.path}: invalid table of tensor entries")
-    check_copies(copies, archive.path)
-    for name, entry in parsed.items():
+    with report_malformed(f"{archive.path}: invalid table of tensor entries"):
+        return _parse_entries(archive.delta, archive)
+
+
+def _parse_entries(
+    delta: Mapping[str, Any], archive: Archive
+) -> tuple[dict[str, TensorEntry], _Names, _Names]:
+    table = Fields(delta)
+    table.check_keys(("checkpoint", "tied"), ("copies",))
+    entries, tied = table.table("checkpoint", _parse_entry), table.table("tied", Fields.text)
+    copies = table.table("copies", Fields.text) if "copies" in delta else {}
+    for name, target in itertools.chain(tied.items(), copies.items()):
+        if name in entries or (name in tied and name in copies) or target not in entries:
+            raise CorruptFileError(f"{name}: tied to, or a copy of, an invalid name {target}")
+    check_copies(copies, "copies")
+    for name, entry in entries.items():
         if entry.kind != SAME and name not in archive:
-            raise CorruptFileError(f"{archive.path}: {name} not found")
+            raise CorruptFileError(f"{name}: not found in the file")
         if entry.by is not None:
-            sibling = parsed.get(entry.by)
-            if sibling is None or sibling.kind in NEEDS_SIBLING:
-                raise CorruptFileError(f"{archive.path}: {name}: invalid sibling {entry.by}")
-    return parsed, tied, copies
+            sibling = entries.get(entry.by)
+            if (
+                sibling is None
+                or sibling.kind in NEEDS_SIBLING
+                or sibling.like.dtype not in MANTISSA
+                or sibling.like.shape != entry.like.shape
+            ):
+                raise CorruptFileError(f"{name}: invalid sibling {entry.by}")
+    return entries, tied, copies
+
+
+def _parse_entry(table: Fields, name: str) -> TensorEntry:
+    try:
+        return TensorEntry.from_json(table.child(name).data)
+    except FormatError as error:
+        raise CorruptFileError(f"{name}: {error}") from error
 
 
 def decode_entry(
@@ -208,9 +229,12 @@ def decode_entry(
 
 
 def _decode(entry: TensorEntry, stored: Tensor | None, other: Tensor | None, each: Each) -> Tensor:
-    if entry.kind == SAME:
+    if entry.kind in NEEDS_BASE:
         assert other is not None
-        return other
+        if Spec.of(other) != entry.like:
+            raise CorruptFileError(f"expected {entry.like} in the base, got {Spec.of(other)}")
+        if entry.kind == SAME:
+            return other
     assert stored is not None
     if entry.kind == WHOLE:
         if stored.dtype != entry.dtype:
@@ -300,9 +324,12 @@ def round_to_steps(x: Tensor, step: Tensor | float, seed: int | None) -> Tensor 
     return None
 
 
+_STEP_DTYPES = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+
+
 def multiply_steps(q: Tensor, step: Tensor | float) -> Tensor:
     """Undo `round_to_steps`, one operation at a time so that all machines round alike."""
-    if q.dtype.is_floating_point or q.dtype.is_complex:
+    if q.dtype not in _STEP_DTYPES:
         raise CorruptFileError(f"expected an integer dtype, got {q.dtype}")
     return q.float() * step
 
@@ -314,11 +341,3 @@ def take_roots(x: Tensor) -> Tensor:
     """
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(np.sqrt(x.float().numpy()))
-
-
-def _can_shorten(dtype: torch.dtype, bits: object) -> bool:
-    return dtype in MANTISSA and type(bits) is int and 1 <= bits <= MANTISSA[dtype]
-
-
-def _is_seed(seed: object) -> bool:
-    return type(seed) is int and 0 <= seed < 1 << 31

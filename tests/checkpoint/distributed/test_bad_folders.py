@@ -1,6 +1,7 @@
 """Damaged, forged and inconsistent distributed checkpoints."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import slimtensors
 from slimtensors import _core
+from slimtensors.checkpoint.distributed import verify
 from slimtensors.checkpoint.distributed.manifest import (
     DistributedBase,
     DistributedManifest,
@@ -19,7 +21,12 @@ from slimtensors.checkpoint.distributed.manifest import (
     write_distributed_manifest,
 )
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.errors import (
+    ConfigError,
+    CorruptFileError,
+    FormatError,
+    UnsupportedVersionError,
+)
 from slimtensors.storage.reader import DISTRIBUTED as MANIFEST
 
 pytestmark = pytest.mark.filterwarnings(SINGLE)
@@ -102,7 +109,7 @@ def test_a_manifest_cannot_point_outside_its_folder(copy, name):
     edit_manifest(
         copy, lambda data: data.update(files={"a": 3}, base={"name": f"{name}/..", "run": "x"})
     )
-    with pytest.raises(CorruptFileError, match="invalid base"):
+    with pytest.raises(CorruptFileError, match="base: name: expected the name of a folder"):
         read_distributed_manifest(copy)
 
 
@@ -118,20 +125,77 @@ def test_a_manifest_cannot_point_outside_its_folder(copy, name):
         (lambda d: d["tensors"]["model.wide"].update(chunks=[[[50, 0], [100, 700], 0]]), "bounds"),
         (
             lambda d: d["tensors"]["model.wide"].update(chunks=[[[0, 0], [100, 700], 9]]),
-            "file index 9",
+            "tensors: model.wide: invalid chunk .*there are 1 files",
         ),
         (lambda d: d["tensors"]["model.wide"].update(dtype="float33"), "unknown dtype"),
-        (lambda d: d["tensors"]["model.wide"].update(path=[{}]), "invalid path"),
-        (lambda d: d["objects"].update(step=7), "int"),
-        (lambda d: d.update(piece_bytes=0), "invalid piece_bytes 0"),
-        (lambda d: d.pop("world"), "world"),
+        (
+            lambda d: d["tensors"]["model.wide"].update(path=[{}]),
+            "model.wide: path: expected a list",
+        ),
+        (lambda d: d["objects"].update(step=7), "objects: step: expected an object"),
+        (lambda d: d.update(piece_bytes=0), "piece_bytes: expected an integer from 1"),
+        (lambda d: d.pop("world"), "world: missing"),
+        (lambda d: d.update(world=10**400), "world: expected an integer"),
+        (lambda d: d.update(world=1e400), "Infinity is not valid JSON"),
+        (lambda d: d.update(extra=1), "extra: unknown key"),
+        (lambda d: d.update(run=[]), "run: expected text"),
+        (lambda d: d.update(files=[]), "files: expected an object"),
+        (lambda d: d["files"].update({"a": 10**30}), "files: a: expected an integer"),
+        (lambda d: d["tensors"]["model.wide"].update(shape=[[]]), "model.wide: invalid shape"),
+        (lambda d: d["tensors"]["model.wide"].update(chunks=[[[]]]), "model.wide: invalid chunk"),
+        (lambda d: d["tensors"]["model.wide"].update(dtype={}), "model.wide: unknown dtype"),
+        (lambda d: d["objects"]["step"].update(file=True), "objects: step: file: expected"),
+        (lambda d: d["objects"]["step"].update(path=[True]), "objects: step: path: expected"),
+        (lambda d: d["errors"].update({"a": "NaN"}), "errors: a: expected a finite number"),
+        (lambda d: d["errors"].update({"a": 10**400}), "errors: a: expected a number"),
+        (lambda d: d["kept_exact"].update({"a": 1}), "kept_exact: a: expected text"),
+        (lambda d: d["base"] or d.update(base={"name": "x"}), "base: run: missing"),
         (lambda d: d.update(format="something"), "not the manifest of"),
     ],
 )
 def test_an_inconsistent_manifest_raises(copy, edit, message):
     edit_manifest(copy, edit)
-    with pytest.raises(CorruptFileError, match=message):
+    with pytest.raises(CorruptFileError, match=rf"first/distributed\.json: .*{message}"):
         read_distributed_manifest(copy)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "9" * 5000, '"a"'])
+def test_other_content_raises(copy, text):
+    (copy / MANIFEST).write_text(text)
+    with pytest.raises(CorruptFileError, match=r"first/distributed\.json: "):
+        read_distributed_manifest(copy)
+
+
+def test_a_fifo_as_manifest_is_refused_at_once(copy):
+    (copy / MANIFEST).unlink()
+    os.mkfifo(copy / MANIFEST)
+    with pytest.raises(FormatError, match="not a regular file"):
+        read_distributed_manifest(copy)
+
+
+def test_pieces_that_no_file_contains_are_not_listed(copy):
+    shape = [1 << 56, 1]
+
+    def edit(data):
+        data["piece_bytes"] = 1
+        data["tensors"]["model.wide"].update(shape=shape, chunks=[[[0, 0], shape, 0]])
+
+    edit_manifest(copy, edit)
+    with pytest.raises(CorruptFileError, match=r"model\.wide: 72057594037927936 pieces expected"):
+        verify(copy)
+
+
+def test_a_cycle_of_bases_is_reported_as_a_cycle(runs, tmp_path):
+    shutil.copytree(runs, tmp_path / "runs")
+    second = read_distributed_manifest(tmp_path / "runs" / "second")
+    replace_manifest(tmp_path / "runs" / "whole", base=DistributedBase("second", second.run))
+    with pytest.raises(CorruptFileError, match="cycle: second -> whole -> second"):
+        StoredShards(tmp_path / "runs" / "second")
+
+
+def test_a_base_for_a_full_checkpoint_is_refused(runs):
+    with pytest.raises(ConfigError, match="needs no base"):
+        StoredShards(runs / "first", base=runs / "second")
 
 
 def test_a_newer_format_version_raises(copy):
@@ -190,7 +254,7 @@ def test_a_base_with_other_content_raises(runs, tmp_path):
 
 def test_a_delta_of_itself_raises(copy):
     replace_manifest(copy, base=DistributedBase("first", read_distributed_manifest(copy).run))
-    with pytest.raises(CorruptFileError, match="delta of itself"):
+    with pytest.raises(CorruptFileError, match="cycle: first -> first"):
         StoredShards(copy)
 
 

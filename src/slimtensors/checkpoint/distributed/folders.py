@@ -168,7 +168,7 @@ def verify(path: StrPath, *, threads: int | None = None) -> Verification:
         (name, piece, chunk.file)
         for name, tensor in tensors.items()
         for chunk in tensor.chunks
-        for piece in stored.split_chunk(name, chunk.box, chunk.box)
+        for piece in stored.split_chunk(name, chunk, chunk.box)
     ]
     damaged: dict[str, str] = {}
 

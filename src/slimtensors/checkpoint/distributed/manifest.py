@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,30 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slimtensors import _core
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, find_overlap
+from slimtensors.checkpoint.documents import (
+    Fields,
+    check_version,
+    is_plain_name,
+    is_sealed,
+    parse_object,
+    read_document,
+    seal,
+)
 from slimtensors.errors import (
     CorruptFileError,
     FormatError,
     MismatchError,
     UnsupportedTensorError,
-    UnsupportedVersionError,
+    report_malformed,
 )
 from slimtensors.storage import DISTRIBUTED as MANIFEST
-from slimtensors.storage import open_for_reading, read_text, write_file_atomically
-from slimtensors.tensor import Json, Spec, parse_shape
+from slimtensors.storage import open_for_reading, write_file_atomically
+from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 VERSION = 1
 _FORMAT = "slimtensors distributed checkpoint"
-_CHECKSUM = ',\n"crc32c": '
+_SEAL = ',\n"crc32c": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +126,16 @@ class DistributedManifest:
         }
         tables_text = (f'"{key}": {_format_table(rows)}' for key, rows in tables.items())
         body = "{\n" + ",\n".join([*_format_rows(head), *tables_text])
-        return f"{body}{_CHECKSUM}{_core.crc32c(body.encode())}\n}}\n"
+        return seal(body, _SEAL)
 
     @classmethod
     def from_text(cls, text: str) -> "DistributedManifest":
         """Parse the JSON form and check all of it."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise CorruptFileError("not the manifest of a distributed checkpoint")
-        if type(data.get("version")) is int and data["version"] > VERSION:
-            raise UnsupportedVersionError(
-                f"format version {data['version']} is newer than {VERSION}; upgrade slimtensors"
-            )
-        body, _, checksum = text.rpartition(_CHECKSUM)
-        if checksum != f"{_core.crc32c(body.encode())}\n}}\n":
+        fields = parse_object(text, _FORMAT, strict=lambda version: True)
+        check_version(fields.integer("version"), VERSION)
+        if not is_sealed(text, _SEAL):
             raise CorruptFileError("checksum mismatch; the file is damaged")
-        return _parse_manifest(data)
+        return _parse_manifest(fields)
 
 
 def write_distributed_manifest(folder: Path, manifest: DistributedManifest) -> None:
@@ -144,17 +147,17 @@ def read_distributed_manifest(folder: Path) -> DistributedManifest:
     """Read `distributed.json`."""
     path = folder / MANIFEST
     try:
-        return DistributedManifest.from_text(read_text(path))
+        text = read_document(path)
+    except NotADirectoryError:
+        raise FormatError(f"{folder} is not a distributed checkpoint (not a folder)") from None
     except FileNotFoundError:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint") from None
         raise FormatError(
             f"{folder} is not a distributed checkpoint ({MANIFEST} not found)"
         ) from None
-    except UnsupportedVersionError as error:
-        raise UnsupportedVersionError(f"{path}: {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{path}: {error}") from error
+    with report_malformed(str(path)):
+        return DistributedManifest.from_text(text)
 
 
 def read_base_name(folder: Path) -> str | None:
@@ -164,7 +167,12 @@ def read_base_name(folder: Path) -> str | None:
     try:
         base = json.loads("{" + line.rstrip(",\n") + "}")["base"]
         return str(base["name"]) if base is not None else None
-    except (ValueError, TypeError, KeyError):  # damaged: cannot be loaded with a base either
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):  # damaged: cannot be loaded with a base either
         return None
 
 
@@ -183,70 +191,100 @@ def _format_tensor(tensor: StoredTensor) -> Json:
     return {**tensor.spec.to_json(), "path": tensor.path, "chunks": chunks}
 
 
-def _parse_manifest(data: Json) -> DistributedManifest:
-    files, base = data["files"], data["base"]
-    for name, size in files.items():
-        # Plain names only: a manifest must not point to another folder.
-        if not name or name.startswith(".") or set(name) & set("/\\:\0") or type(size) is not int:
-            raise CorruptFileError(f"invalid file name {name!r}")
-    if base is not None and (not _is_plain(base["name"]) or not isinstance(base["run"], str)):
-        raise CorruptFileError(f"invalid base {str(base)[:80]}")
-    if type(data["piece_bytes"]) is not int or data["piece_bytes"] < 1:
-        raise CorruptFileError(f"invalid piece_bytes {data['piece_bytes']!r}")
-    return DistributedManifest(
-        run=str(data["run"]),
-        created=str(data["created"]),
-        world=int(data["world"]),
-        profile=str(data["profile"]),
+_KEYS = {
+    "format",
+    "version",
+    "run",
+    "created",
+    "world",
+    "profile",
+    "base",
+    "piece_bytes",
+    "files",
+    "tensors",
+    "objects",
+    "errors",
+    "kept_exact",
+    "crc32c",
+}
+
+
+def _parse_manifest(fields: Fields) -> DistributedManifest:
+    fields.check_keys(_KEYS)
+    files = fields.table("files", _parse_size)
+    base = None
+    if fields.data["base"] is not None:
+        row = fields.child("base")
+        row.check_keys(("name", "run"))
+        base = DistributedBase(row.folder_name("name"), row.text("run"))
+    manifest = DistributedManifest(
+        run=fields.text("run"),
+        created=fields.text("created"),
+        world=fields.integer("world", low=0),
+        profile=fields.text("profile"),
         files=files,
-        tensors={
-            name: _parse_tensor(name, row, len(files)) for name, row in data["tensors"].items()
-        },
-        objects={
-            name: StoredObject(
-                _parse_file(name, row["file"], len(files)), _parse_path(name, row["path"])
-            )
-            for name, row in data["objects"].items()
-        },
-        base=DistributedBase(base["name"], base["run"]) if base is not None else None,
-        piece_bytes=data["piece_bytes"],
-        errors={name: float(error) for name, error in data["errors"].items()},
-        kept_exact={name: str(note) for name, note in data["kept_exact"].items()},
+        tensors=fields.table("tensors", partial(_parse_tensor, files=len(files))),
+        objects=fields.table("objects", partial(_parse_object, files=len(files))),
+        base=base,
+        piece_bytes=fields.integer("piece_bytes", low=1),
+        errors=fields.table("errors", Fields.finite_number),
+        kept_exact=fields.table("kept_exact", Fields.text),
     )
+    for name in manifest.tensors.keys() & manifest.objects.keys():
+        raise CorruptFileError(f"{name}: both a tensor and an object")
+    return manifest
 
 
-def _is_plain(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+def _parse_size(files: Fields, name: str) -> int:
+    # Plain names only: a manifest must not point to another folder.
+    if not is_plain_name(name) or ":" in name:
+        raise CorruptFileError(f"files: invalid file name {name!r}")
+    return files.integer(name, low=0)
 
 
-def _parse_tensor(name: str, row: Json, files: int) -> StoredTensor:
-    spec = Spec.from_json(row)
-    chunks = tuple(
-        StoredChunk(Box(parse_shape(offset), parse_shape(shape)), _parse_file(name, file, files))
-        for offset, shape, file in row["chunks"]
-    )
-    for chunk in chunks:
-        if not chunk.box.is_inside(spec.shape):
-            raise CorruptFileError(f"{name}: chunk out of bounds: {chunk.box}")
-    if (count := sum(chunk.box.numel for chunk in chunks)) != spec.numel:
-        raise CorruptFileError(f"{name}: expected chunks of {spec.numel} elements, got {count}")
-    if found := find_overlap([chunk.box for chunk in chunks]):
-        raise CorruptFileError(f"{name}: chunks overlap: {found[0]} and {found[1]}")
-    return StoredTensor(spec, chunks, _parse_path(name, row["path"]))
+def _parse_tensor(table: Fields, name: str, *, files: int) -> StoredTensor:
+    row = table.child(name)
+    row.check_keys(("dtype", "shape", "path", "chunks"))
+    try:
+        spec = Spec.from_json(dict(row.data))
+        chunks = tuple(_parse_chunk(chunk, files) for chunk in row.items("chunks"))
+    except FormatError as error:
+        raise CorruptFileError(f"{row.where}{error}") from error
+    boxes = [chunk.box for chunk in chunks]
+    for box in boxes:
+        if not box.is_inside(spec.shape):
+            raise CorruptFileError(f"{row.where}chunk out of bounds: {box}")
+    if (count := sum(box.numel for box in boxes)) != spec.numel:
+        raise CorruptFileError(f"{row.where}expected chunks of {spec.numel} elements, got {count}")
+    if found := find_overlap(boxes):
+        raise CorruptFileError(f"{row.where}chunks overlap: {found[0]} and {found[1]}")
+    return StoredTensor(spec, chunks, _parse_path(row))
 
 
-def _parse_file(name: str, file: object, files: int) -> int:
-    if type(file) is not int or not 0 <= file < files:
-        raise CorruptFileError(f"{name}: invalid file index {str(file)[:20]}, there are {files}")
-    return file
+def _parse_chunk(chunk: object, files: int) -> StoredChunk:
+    match chunk:
+        case [offset, shape, int(file)] if type(file) is int and 0 <= file < files:
+            return StoredChunk(Box(parse_shape(offset), parse_shape(shape)), file)
+    raise CorruptFileError(f"invalid chunk {str(chunk)[:80]}; there are {files} files")
 
 
-def _parse_path(name: str, path: object) -> KeyPath | None:
-    if path is None:
+def _parse_object(table: Fields, name: str, *, files: int) -> StoredObject:
+    row = table.child(name)
+    row.check_keys(("file", "path"))
+    return StoredObject(row.integer("file", low=0, high=files - 1), _parse_path(row))
+
+
+def _parse_path(row: Fields) -> KeyPath | None:
+    if row.data["path"] is None:
         return None
-    if not isinstance(path, list) or not all(type(key) in (str, int) for key in path):
-        raise CorruptFileError(f"{name}: invalid path {str(path)[:80]}")
+    path = row.items("path")
+    if not all(_is_key(key) for key in path):
+        raise CorruptFileError(row.explain("path", "a list of names and numbers"))
     return tuple(path)
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is int or (isinstance(key, str) and is_valid_text(key))
 
 
 def to_metadata(manifest: DistributedManifest) -> Metadata:

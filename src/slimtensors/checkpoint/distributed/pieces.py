@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slimtensors.checkpoint.store import FlatState
 from slimtensors.errors import CorruptFileError
-from slimtensors.tensor import Json, Spec
+from slimtensors.tensor import Json, Spec, ceil_div
 
 PIECE_BYTES = 2 << 20
 """Default size of a piece: the least that a reader of one row has to decode."""
@@ -92,12 +92,23 @@ def split_box(chunk: Box, dtype: torch.dtype, limit: int, part: Box | None = Non
     if not chunk.shape or not chunk.numel:
         yield chunk
         return
-    rows = max(1, limit // (math.prod(chunk.shape[1:]) * dtype.itemsize))
+    rows = _rows_per_piece(chunk, dtype, limit)
     top, bottom = chunk.offset[0], chunk.offset[0] + chunk.shape[0]
     first = top + (part.offset[0] - top) // rows * rows
     for start in range(first, part.offset[0] + part.shape[0], rows):
         height = min(rows, bottom - start)
         yield Box((start, *chunk.offset[1:]), (height, *chunk.shape[1:]))
+
+
+def count_pieces(chunk: Box, dtype: torch.dtype, limit: int) -> int:
+    """Return the number of pieces in which a chunk is stored."""
+    if not chunk.shape or not chunk.numel:
+        return 1
+    return ceil_div(chunk.shape[0], _rows_per_piece(chunk, dtype, limit))
+
+
+def _rows_per_piece(chunk: Box, dtype: torch.dtype, limit: int) -> int:
+    return max(1, limit // (math.prod(chunk.shape[1:]) * dtype.itemsize))
 
 
 @dataclass(frozen=True, slots=True)

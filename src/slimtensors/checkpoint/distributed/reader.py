@@ -3,7 +3,7 @@
 import io
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from slimtensors.checkpoint.distributed.manifest import (
 )
 from slimtensors.checkpoint.distributed.pieces import (
     Box,
+    count_pieces,
     format_piece_name,
     parse_piece_name,
     parse_rank_outline,
     split_box,
 )
+from slimtensors.checkpoint.documents import check_chain
 from slimtensors.checkpoint.tensor_entry import TensorFile
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
 from slimtensors.parallel import Each, Workers, serially
@@ -161,7 +163,7 @@ def _add_reads(
     box = Box(start, tuple(item.lengths))
     if not box.numel:
         return
-    for piece in stored.split_chunk(name, chunk.box, box):
+    for piece in stored.split_chunk(name, chunk, box):
         size = piece.numel * stored.manifest.tensors[name].spec.dtype.itemsize
         read = reads.setdefault((name, piece), _PieceRead(name, piece, chunk.file, size))
         read.targets.append((box, target))
@@ -182,10 +184,14 @@ _CACHE_BYTES = 16 << 20
 class StoredShards:
     """A distributed checkpoint on disk; parts of tensors are decoded on demand."""
 
-    def __init__(self, folder: Path, *, base: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, base: Path | None = None, deltas: Sequence[Path] = ()
+    ) -> None:
+        """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last."""
         self.folder = folder
         self.manifest = read_distributed_manifest(folder)
-        self._base = self._open_base(base)
+        check_chain(folder, deltas)
+        self._base = self._open_base(base, deltas)
         self._file_names = list(self.manifest.files)
         self._files: dict[int, _RankFile] = {}
         self._cache: OrderedDict[str, Tensor] = OrderedDict()
@@ -224,10 +230,13 @@ class StoredShards:
             raise CorruptFileError(f"{self.folder}: {name}: no chunk at {offset}")
         return found
 
-    def split_chunk(self, name: str, chunk: Box, part: Box) -> Iterator[Box]:
+    def split_chunk(self, name: str, chunk: StoredChunk, part: Box) -> Iterator[Box]:
         """Yield the pieces of a chunk that intersect `part`."""
-        dtype = self.manifest.tensors[name].spec.dtype
-        return split_box(chunk, dtype, self.manifest.piece_bytes, part)
+        dtype, limit = self.manifest.tensors[name].spec.dtype, self.manifest.piece_bytes
+        file = self._open_file(chunk.file)
+        if (count := count_pieces(chunk.box, dtype, limit)) > len(file) + len(file.tied):
+            raise CorruptFileError(f"{file.archive.path}: {name}: {count} pieces expected")
+        return split_box(chunk.box, dtype, limit, part)
 
     def load_region(self, name: str, box: Box, each: Each = serially) -> Tensor:
         """Return a part of a tensor; decode only the pieces that intersect it."""
@@ -237,7 +246,7 @@ class StoredShards:
             common = chunk.box.intersect(box)
             if common is None:
                 continue
-            for piece in self.split_chunk(name, chunk.box, common):
+            for piece in self.split_chunk(name, chunk, common):
                 x = self._load_cached(name, piece, chunk.file, each)
                 if piece == box:
                     return x
@@ -291,17 +300,17 @@ class StoredShards:
                 self._files[index] = _RankFile(path, self.manifest.run, self._base)
             return self._files[index]
 
-    def _open_base(self, path: Path | None) -> "StoredShards | None":
+    def _open_base(self, path: Path | None, deltas: Sequence[Path]) -> "StoredShards | None":
         base = self.manifest.base
         if base is None:
+            if path is not None:
+                raise ConfigError(f"{self.folder} needs no base, but base={path} was passed")
             return None
         folder = path or self.folder.parent / base.name
-        if folder.resolve() == self.folder.resolve():
-            raise CorruptFileError(f"{self.folder} is a delta of itself")
         delta = f"{self.folder} is a delta of {base.name} (run {base.run})"
         if not is_distributed(folder):
             raise MismatchError(f"{delta}, which was not found at {folder}; pass base=")
-        opened = StoredShards(folder)
+        opened = StoredShards(folder, deltas=[*deltas, self.folder])
         if opened.manifest.run != base.run:
             raise MismatchError(
                 f"{delta}, but the checkpoint at {folder} is run {opened.manifest.run}"

@@ -37,6 +37,7 @@ from slimtensors.checkpoint.distributed.manifest import (
 )
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, Piece, split_box
 from slimtensors.checkpoint.distributed.reader import StoredShards
+from slimtensors.checkpoint.documents import is_plain_name
 from slimtensors.checkpoint.profiles import (
     Filter,
     Profile,
@@ -128,7 +129,9 @@ class StorageWriter(TorchStorageWriter):
             folder = resolve_path(self._base_path)
             if folder.parent != target.parent or folder == target:
                 raise ConfigError(f"{folder}: a base must be another checkpoint in the same folder")
-            stored = StoredShards(folder)
+            if not is_plain_name(folder.name):
+                raise ConfigError(f"{folder}: the name of a base must not be hidden")
+            stored = StoredShards(folder, deltas=[target])
             self._options = replace(self._options, base=stored)
             self._base = DistributedBase(folder.name, stored.manifest.run)
         settings = _SaveSettings(
