@@ -107,10 +107,13 @@ _MALFORMED = (
 
 
 @contextmanager
-def report_malformed(document: str, kind: type[SlimError] = CorruptFileError) -> Iterator[None]:
+def report_malformed(
+    document: str, kind: type[SlimError] = CorruptFileError, *, computes: bool = False
+) -> Iterator[None]:
     """Raise `kind` if the code inside fails on malformed data; the message names the document.
 
-    Errors that are a `FormatError` or `kind` already only get the name.
+    Errors that are a `FormatError` or `kind` already only get the name. With `computes`, the code
+    inside also runs torch on what it has read, which may refuse its dtypes or shapes.
     """
     try:
         yield
@@ -122,6 +125,10 @@ def report_malformed(document: str, kind: type[SlimError] = CorruptFileError) ->
         if isinstance(error, SlimError) and not isinstance(error, ConfigError):
             raise
         raise kind(f"{document}: {_explain_malformed(error)}") from error
+    except RuntimeError as error:
+        if not computes or isinstance(error, SlimError) or "allocate memory" in str(error):
+            raise
+        raise kind(f"{document}: {str(error)[:200]}") from error
 
 
 def _explain_malformed(error: Exception) -> str:

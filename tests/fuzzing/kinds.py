@@ -816,6 +816,8 @@ class Weights(Kind):
 
 def mutate_leaf(random: Random, x: Tensor) -> Any:
     """Return a tensor of another layout, dtype, shape or content."""
+    if not x.numel():
+        return torch.zeros(3, dtype=x.dtype)
     match random.randrange(9):
         case 0:
             return torch.zeros(1, dtype=x.dtype).as_strided(x.shape, [0] * x.dim())

@@ -31,7 +31,7 @@ SHARES = {
     "distributed": 5,
     "configs": 8,
     "indexes": 4,
-    "recipes": 2,
+    "recipes": 1,
     "weights": 8,
     "modules": 5,
     "sources": 4,

@@ -164,10 +164,8 @@ class TensorFile(Mapping[str, Tensor]):
                     " than the one in the base; pass the original base"
                 )
         stored = None if entry.kind == SAME else self.archive.load_one(name, each)
-        try:
+        with report_malformed(f"{self.archive.path}: {name}", computes=True):
             return decode_entry(entry, stored, other, each)
-        except CorruptFileError as error:
-            raise CorruptFileError(f"{self.archive.path}: {name}: {error}") from error
 
 
 _Names = dict[str, str]
