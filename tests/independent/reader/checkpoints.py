@@ -66,7 +66,8 @@ def apply_entries(archive, find_base):
     stored = archive.tensors()
     if "delta" not in archive.manifest:
         return stored
-    entries, tied = (archive.manifest["delta"][key] for key in ("checkpoint", "tied"))
+    delta = archive.manifest["delta"]
+    entries, homes = delta["checkpoint"], delta["tied"] | delta.get("copies", {})
     found = {}
     for name in sorted(entries, key=lambda name: "by" in entries[name]):  # what others need first
         entry = entries[name]
@@ -75,7 +76,7 @@ def apply_entries(archive, find_base):
             other = find_base(name)
             check(deltas.compute_digest(other) == entry["base"], f"{name}: another base")
         found[name] = decode_entry(entry, stored.get(name), other)
-    return found | {name: found[home] for name, home in tied.items()}
+    return found | {name: found[home] for name, home in homes.items()}
 
 
 def decode_entry(entry, stored, other):

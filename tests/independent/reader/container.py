@@ -27,11 +27,12 @@ class Archive:
         return self.manifests[0] if self.manifests else {}
 
     def tensors(self):
-        """Return the decoded tensors by name, tied ones included."""
+        """Return the decoded tensors by name, tied ones and copies included."""
         found = decode_all(self.stored, self.manifest)
         for manifest in self.manifests:
-            for name, home in manifest.get("tied", {}).items():
-                found[name] = found[home]
+            for key in ("tied", "copies"):
+                for name, home in manifest.get(key, {}).items():
+                    found[name] = found[home]
         return found
 
     def state(self, tensors=None):
