@@ -119,13 +119,6 @@ def test_saving_replaces_a_file_and_keeps_its_mode(tensors, path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_an_archive_can_be_saved_over_itself(tensors, saved):
-    with slimtensors.open(saved) as archive:
-        slimtensors.save(archive, saved, preset="dense")
-    assert load_file(saved).keys() == tensors.keys()
-    assert same_tensors(slimtensors.load(saved), tensors)
-
-
 def test_saving_into_a_folder_writes_the_model_there(tensors, tmp_path):
     summary = slimtensors.save(tensors, tmp_path)
     assert summary.files == [str(tmp_path / "model.safetensors")]

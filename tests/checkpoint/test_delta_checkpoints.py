@@ -372,7 +372,10 @@ def roots(by):
     ("edit", "message"),
     [
         (lambda delta: delta.pop("tied"), "tied: missing"),
-        (lambda delta: delta["tied"].update({"x": "nowhere"}), "x: tied to, or a copy of, an invalid name nowhere"),
+        (
+            lambda delta: delta["tied"].update({"x": "nowhere"}),
+            "x: tied to, or a copy of, an invalid name nowhere",
+        ),
         (lambda delta: delta["tied"].update({"x": []}), "tied: x: expected text"),
         (lambda delta: delta.update(checkpoint=[]), "checkpoint: expected an object"),
         (lambda delta: delta["checkpoint"].update({"new": {"as": "whole"}}), "new: dtype: missing"),

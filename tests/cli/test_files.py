@@ -64,15 +64,6 @@ def test_an_existing_target_is_refused_without_force(source, tmp_path, capsys, v
     assert slimtensors.verify(target, against=source)
 
 
-def test_a_source_is_replaced_only_with_force(source):
-    assert run("compress", source, "-o", source) == 2
-    assert {t.codec for t in slimtensors.inspect(source).tensors} == {"plain"}
-    expected = load_file(source)
-    assert run("compress", source, "-o", source, "--force", "-q") == 0
-    back = slimtensors.load(source)
-    assert all(same_bits(back[name], x) for name, x in expected.items())
-
-
 def test_a_dry_run_prints_the_sizes_and_writes_nothing(source, tmp_path, capsys):
     before = sorted(tmp_path.iterdir())
     assert run("compress", source, "-o", tmp_path / "small", "--dry-run") == 0

@@ -288,7 +288,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
 def test_a_folder_that_contains_the_source_is_not_replaced(tmp_path, capsys):
     source = write_folder(tmp_path / "models" / "one")
     assert run("compress", source, "-o", tmp_path / "models", "-f") == 2
-    assert "contains the source" in capsys.readouterr().err
+    assert f"contains {source}, which is read" in capsys.readouterr().err
     assert slimtensors.load(source)
 
 
@@ -336,15 +336,6 @@ def test_a_folder_does_not_replace_a_file(tmp_path, capsys):
     assert run("compress", source, "-o", tmp_path / "file", "-f") == 2
     assert "is a file, not a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_folder_can_be_replaced_by_its_own_compression(tmp_path):
-    source = write_folder(tmp_path / "model", shards=2)
-    want = slimtensors.load(source)
-    assert run("compress", source, "-o", source, "-f", "-q") == 0
-    back = slimtensors.load(source)
-    assert all(same_bits(back[name], x) for name, x in want.items())
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_dry_run_writes_nothing(tmp_path, capsys):

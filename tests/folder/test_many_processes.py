@@ -275,7 +275,7 @@ def test_a_folder_is_compressed_to_a_url(shards, memory):
     compress_folder(source, f"{memory}/small", preset="sparse", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
     assert remote_files(f"{memory}/small") != want
-    with pytest.raises(ConfigError, match="contains the source"):
+    with pytest.raises(ConfigError, match=r"is or contains .*small, which is read"):
         compress_folder(f"{memory}/small", f"{memory}/small", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
 
@@ -285,10 +285,10 @@ def test_a_target_url_inside_the_source_folder_raises(shards, memory, inside):
     source, _ = shards
     compress_folder(source, f"{memory}/a")
     before = remote_files(f"{memory}/a")
-    with pytest.raises(ConfigError, match=r"/a/b is inside the source folder"):
+    with pytest.raises(ConfigError, match=r"/a/b is inside .*/a"):
         compress_folder(f"{memory}/a{inside}", f"{memory}/a/b")
     assert remote_files(f"{memory}/a") == before
-    with pytest.raises(ConfigError, match="is inside the source folder"):
+    with pytest.raises(ConfigError, match=r"/b is inside .*, which is read"):
         compress_folder(f"{source}{inside}", f"file://{source}/b")
     compress_folder(f"{memory}/a{inside}", f"{memory}/ab")
 
@@ -341,10 +341,11 @@ def test_a_killed_rank_ends_the_run_and_the_next_run_resumes(tmp_path):
 @pytest.mark.slow
 def test_an_error_is_one_line_on_every_rank(tmp_path):
     source = write_folder(tmp_path / "model")
-    done = torchrun(2, "compress", source, "-o", source)
+    target = write_folder(tmp_path / "target")
+    done = torchrun(2, "compress", source, "-o", target)
     assert done.returncode != 0
     first, second = read_messages(done)
-    assert first == f"slimtensors: rank 0: {source} already exists; use -f to replace it"
+    assert first == f"slimtensors: rank 0: {target} already exists; use -f to replace it"
     assert second.startswith("slimtensors: rank 1: ")
 
 

@@ -136,12 +136,6 @@ def test_an_open_archive_can_read_shards_that_were_replaced(tmp_path):
     assert all(same_bits(archive.get_tensor(name), x) for name, x in layers(0).items())
 
 
-def test_a_sharded_archive_can_replace_itself(tmp_path):
-    slimtensors.save(layers(0), tmp_path, preset="dense", max_shard_size="20kB")
-    slimtensors.save(slimtensors.open(tmp_path), tmp_path, max_shard_size="10kB")
-    assert_contains(tmp_path, layers(0))
-
-
 def test_other_files_in_the_folder_are_left_alone(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "other.safetensors").write_bytes(b"not ours")

@@ -180,17 +180,6 @@ def test_an_open_archive_can_read_a_file_that_was_replaced(tmp_path):
     assert list(slimtensors.load(path)) == ["y"]
 
 
-@DIALECTS
-def test_an_archive_can_replace_itself(tmp_path, dialect):
-    path = tmp_path / "x.safetensors"
-    slimtensors.save(sample(), path, preset="dense")
-    slimtensors.save(slimtensors.open(path), path, dialect=dialect)
-    loaded = slimtensors.load(path)
-    assert loaded.keys() == sample().keys()
-    assert all(same_bits(loaded[name], x) for name, x in sample().items())
-    assert loaded["again"] is loaded["sparse"]
-
-
 def test_a_file_that_is_not_regular_is_not_replaced(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

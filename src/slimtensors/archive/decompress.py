@@ -13,7 +13,7 @@ from slimtensors.archive.read import Archive, Progress, open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, as_source, write
 from slimtensors.parallel import Each
-from slimtensors.storage import HeaderEntry, StrPath, locate
+from slimtensors.storage import HeaderEntry, StrPath, check_separate, locate
 
 
 def decompress(
@@ -48,6 +48,7 @@ def decompress(
         True
     """
     archive = open_archive(source, storage_options)
+    check_separate(locate(target, storage_options=storage_options), archive.paths())
     options = WriteOptions(
         preset="dense", threads=threads, progress=progress, storage_options=storage_options
     )

@@ -1,10 +1,8 @@
 """Deltas: store an archive as its exact difference from a base."""
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
@@ -25,7 +23,7 @@ from slimtensors.codecs.presets import Choice, Chooser
 from slimtensors.codecs.residual import KINDS, ResidualKind, apply_residual, choose_residual
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError, report_malformed
 from slimtensors.parallel import Each
-from slimtensors.storage import StrPath, is_inside, local_path
+from slimtensors.storage import StrPath, check_separate, is_inside, locate
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, as_bytes, bitwise_equal, dtype_name
 
 _SAMPLE, _SAMPLES = 1 << 14, 8
@@ -66,7 +64,8 @@ def diff(
     """
     choose = require_lossless(presets.find(preset))
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
-    check_base_not_replaced(before, target)
+    to = locate(target, storage_options=storage_options)
+    check_separate(to, [*after.paths(), *before.paths()])
     source = make_delta_source(after, before, choose)
     options = WriteOptions(
         preset=choose, threads=threads, progress=progress, storage_options=storage_options
@@ -100,7 +99,10 @@ def restore(
         storage_options: passed to fsspec.
     """
     changes = open_archive(delta, storage_options)
-    source = make_restored_source(changes, open_archive(base, storage_options))
+    before = open_archive(base, storage_options)
+    to = locate(target, storage_options=storage_options)
+    check_separate(to, [*changes.paths(), *before.paths()])
+    source = make_restored_source(changes, before)
     options = WriteOptions(
         preset=preset,
         max_shard_size=max_shard_size,
@@ -111,17 +113,6 @@ def restore(
     if preset == "dense" and max_shard_size is None:
         source = make_exact_file(source, find_restored(changes, source), target, options)
     return write(source, target, options).summary()
-
-
-def check_base_not_replaced(base: Archive, target: StrPath) -> None:
-    """Raise if writing `target` would replace the base."""
-    written, source = (Path(os.path.realpath(path)) for path in (local_path(target), base.path))
-    folder = source if source.is_dir() else source.parent
-    files = [folder / file for file in base.shards()]
-    if any(written in (file, *file.parents) for file in files):
-        raise ConfigError(
-            f"{target} contains the base, which the delta needs; choose another target"
-        )
 
 
 def make_delta_source(

@@ -178,6 +178,10 @@ class Archive:
         """The open files."""
         return self._files
 
+    def paths(self) -> list[str]:
+        """Return all paths or URLs that are read: the one that was opened, and its files."""
+        return [self.path, *(file.name for file in self._files)]
+
     @property
     def has_index(self) -> bool:
         """Whether the files were found through an index."""

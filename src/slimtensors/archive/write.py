@@ -30,6 +30,7 @@ from slimtensors.storage import (
     StrPath,
     TensorBytes,
     check_name,
+    check_separate,
     locate,
     parse_size,
 )
@@ -71,7 +72,7 @@ def save(
     """Save tensors to a file, or to a folder if `path` is one or `max_shard_size` is set.
 
     Lossless unless the preset rounds. A tensor that would grow stays plain. An existing file is
-    replaced atomically, once everything is written.
+    replaced atomically, once everything is written; never that of an open archive being saved.
 
     Args:
         tensors: a state dict. Values that are not tensors (numbers, strings, tuples, dtypes, nested
@@ -100,6 +101,8 @@ def save(
         progress=progress,
         storage_options=storage_options,
     )
+    if isinstance(tensors, Archive):
+        check_separate(locate(path, storage_options=storage_options), tensors.paths())
     return write(as_source(tensors), path, options).summary()
 
 

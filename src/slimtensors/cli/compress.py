@@ -140,7 +140,7 @@ def check_recipe_options(options: argparse.Namespace) -> None:
 def run_recipe(options: argparse.Namespace) -> int:
     """Apply the recipe and print its report."""
     check_recipe_options(options)
-    console.refuse_existing(options.output, force=options.force)
+    console.refuse_existing(options.output, options.source, force=options.force)
     recipe = Recipe.load(options.recipe)
     with_data = [modifier_name(modifier) for modifier in recipe.modifiers if needs_data(modifier)]
     if with_data and options.calibration is None:
@@ -212,7 +212,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> tuple[int, Summary
     ):
         raise ConfigError("torchrun supports model folders only, not --calibration or --dry-run")
     if not options.dry_run and group.rank == 0:  # rank 0 creates what the others would find
-        console.refuse_existing(options.output, force=options.force)
+        console.refuse_existing(options.output, options.source, force=options.force)
     with Archive(options.source) as archive:
         check_globs(archive, options.only + options.skip)
         parse_size(options.max_shard_size)

@@ -22,7 +22,7 @@ from slimtensors.folder.processes import (
     is_multi_process,
     process_group_from_env,
 )
-from slimtensors.storage import INCOMPLETE, locate
+from slimtensors.storage import INCOMPLETE, check_separate, locate
 from slimtensors.tensor import Json
 
 
@@ -94,9 +94,10 @@ def _replace_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def refuse_existing(target: str, *, force: bool) -> None:
-    """Raise if `target` exists and may not be replaced."""
+def refuse_existing(target: str, *sources: str | None, force: bool) -> None:
+    """Raise if `target` is one of the sources, or exists and may not be replaced."""
     where = locate(target)
+    check_separate(where, filter(None, sources))
     if not force and where.exists() and not where.child(INCOMPLETE).exists():
         raise ConfigError(f"{target} already exists; use -f to replace it")
 

@@ -26,7 +26,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the sizes before and after."""
-    console.refuse_existing(options.output, force=options.force)
+    console.refuse_existing(options.output, options.source, force=options.force)
     with (
         Archive(options.source) as archive,
         console.progress(console.dense_bytes(archive), "convert") as bar,

@@ -145,7 +145,7 @@ def _distributed(options: argparse.Namespace) -> Summary:
 
 def _page(options: argparse.Namespace) -> int:
     """Write the report page."""
-    console.refuse_existing(options.html, force=options.force)
+    console.refuse_existing(options.html, options.source, options.against, force=options.force)
     write_page(_report(options), options.html)
     print(f"{options.html}: open it in a browser")
     return 0

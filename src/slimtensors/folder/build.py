@@ -24,6 +24,7 @@ from slimtensors.storage import (
     Location,
     RemoteLocation,
     StrPath,
+    check_separate,
     open_for_reading,
     read_bytes,
     remove_leftovers,
@@ -233,7 +234,7 @@ class LocalBuildFolder(BuildFolder):
     """A hidden folder beside the target, on a disk that all processes share."""
 
     def __init__(self, target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:
-        self._target = Path(os.path.realpath(target))
+        self._given, self._target = target, Path(os.path.realpath(target))
         self._sources, self._replace = sources, replace
         self._work = self._target.with_name(f".{self._target.name}{_WORK}")
         self._is_resumable = True
@@ -243,7 +244,8 @@ class LocalBuildFolder(BuildFolder):
         return str(self._work)
 
     def begin(self, job: Json | None) -> None:  # noqa: D102
-        check_replaceable(self._target, self._sources, replace=self._replace)
+        check_separate(LocalLocation(self._given), self._sources)
+        check_replaceable(self._target, replace=self._replace)
         self._is_resumable = job is not None
         if self._is_resumable:
             make_folders(self._target.parent)
@@ -367,8 +369,7 @@ class RemoteBuildFolder(BuildFolder):
         return str(self._target)
 
     def begin(self, job: Json | None) -> None:  # noqa: D102
-        if any(self._target.is_inside(_folder_of(source)) for source in self._sources):
-            raise ConfigError(f"{self} is inside the source folder; choose another target")
+        check_separate(self._target, self._sources)
         if self._mark.exists():
             if not _can_resume(self, job, self._mark.read(), self._replace):
                 self._clear(job)
@@ -418,8 +419,6 @@ class RemoteBuildFolder(BuildFolder):
             raise ConfigError(f"{self} already exists; pass replace=True")
         if not self._target.is_folder():
             raise ConfigError(f"{self} is a file, not a folder")
-        if any(self._target.contains(source) for source in self._sources):
-            raise ConfigError(f"{self} contains the source and cannot be replaced")
         if not any(name.endswith(".safetensors") for name in self._target.walk()):
             raise ConfigError(f"{self} contains files but no model, and is not replaced")
 
@@ -471,8 +470,3 @@ def _compare_jobs(before: Json | None, now: Json | None) -> str:
         return f"it was {str(before)[:200]}"
     key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
     return f"{key} was {str(old.get(key))[:200]}, now it is {str(new.get(key))[:200]}"
-
-
-def _folder_of(source: StrPath) -> str:
-    text = str(source).rstrip("/")
-    return text.rpartition("/")[0] if text.endswith((".json", ".safetensors")) else text

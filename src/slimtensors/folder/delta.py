@@ -10,7 +10,6 @@ from slimtensors.archive import Archive, Progress
 from slimtensors.archive.decompress import make_exact_sources
 from slimtensors.archive.delta import (
     DeltaManifest,
-    check_base_not_replaced,
     find_restored,
     make_delta_source,
     make_restored_source,
@@ -22,7 +21,7 @@ from slimtensors.archive.write import ArchiveSource, write
 from slimtensors.codecs import presets
 from slimtensors.folder.compress import is_compressed
 from slimtensors.folder.config_json import METHOD, add_section, remove_compression
-from slimtensors.folder.job import replace_weights
+from slimtensors.folder.job import find_paths, replace_weights
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.storage import (
     DELTA,
@@ -66,7 +65,6 @@ def diff_folder(
         storage_options=storage_options,
     )
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
-    check_base_not_replaced(before, target)
     was_compressed = is_compressed(after)
     source = make_delta_source(after, before, presets.lossless, files=_describe_files(after))
 
@@ -77,7 +75,7 @@ def diff_folder(
         original = remove_compression(config) if was_compressed else config
         return add_section(original, _make_section(source, summary, before))
 
-    sources = [after.path, before.path]
+    sources = [*find_paths(after), *before.paths()]
     return replace_weights(
         after.location, target, write_delta, describe, sources=sources, options=options
     )
@@ -150,7 +148,7 @@ def restore_folder(
         target,
         write_weights,
         lambda config, _: remove_compression(config),
-        sources=[changes.path, before.path],
+        sources=[*find_paths(changes), *before.paths()],
         options=options,
     )
 

@@ -54,7 +54,7 @@ def build_folder(
     if job is None and group.count > 1:
         raise ConfigError("several processes need a preset name instead of a function")
     to = locate(target, storage_options=weights.options.storage_options)
-    sources = [weights.archive.path]
+    sources = find_paths(weights.archive)
     folder = open_build_folder(to, sources, replace=weights.options.replace)
     build = _Build(weights, to, folder)
     try:
@@ -67,6 +67,11 @@ def build_folder(
             return build.run(describe)
     finally:
         folder.close()
+
+
+def find_paths(archive: Archive) -> list[str]:
+    """Return all paths from which a folder is made: weights, and the folder with other files."""
+    return [str(resolve_folder(archive.location)), *archive.paths()]
 
 
 def replace_weights(

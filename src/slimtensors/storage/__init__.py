@@ -47,6 +47,7 @@ from slimtensors.storage.reader import (
     parse_index,
     weight_files,
 )
+from slimtensors.storage.separate import check_separate
 from slimtensors.storage.writer import (
     ByteChunk,
     FileOutput,
@@ -80,6 +81,7 @@ __all__ = [
     "StrPath",
     "TensorBytes",
     "check_name",
+    "check_separate",
     "find_model_files",
     "has_code",
     "install_model",

@@ -33,7 +33,8 @@ from slimtensors.storage.files import (
     create_file,
     name_write_errors,
 )
-from slimtensors.storage.location import local_path
+from slimtensors.storage.location import LocalLocation, local_path
+from slimtensors.storage.separate import check_separate
 from slimtensors.tensor import Json
 
 REPLACED_SUFFIX = ".slimtensors-old"
@@ -102,11 +103,12 @@ def create_folder(
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
     Without `replace`, nothing but an empty folder may exist there. With it, a model folder is
-    replaced, unless it contains one of `sources`.
+    replaced, unless it is or contains one of `sources`.
     """
+    check_separate(LocalLocation(local_path(path)), sources)
     target = Path(os.path.realpath(local_path(path)))
     if replace:
-        check_replaceable(target, sources, replace=True)
+        check_replaceable(target, replace=True)
     else:
         check_absent(target)
     with temporary_folder(target) as folder, name_write_errors(target):
@@ -206,17 +208,14 @@ def check_absent(target: Path) -> None:
         raise ConfigError(f"{target} already exists and is not empty (contains {found.name})")
 
 
-def check_replaceable(target: Path, sources: Sequence[StrPath], *, replace: bool) -> None:
-    """Raise unless `target` is absent or, with `replace`, a model folder without the sources."""
+def check_replaceable(target: Path, *, replace: bool) -> None:
+    """Raise unless `target` is absent or, with `replace`, a model folder."""
     if not target.exists():
         return
     if not replace:
         raise ConfigError(f"{target} already exists; pass replace=True")
     if not target.is_dir():
         raise ConfigError(f"{target} is a file, not a folder")
-    paths = [Path(os.path.realpath(source)) for source in sources]
-    if any(target in (path if path.is_dir() else path.parent).parents for path in paths):
-        raise ConfigError(f"{target} contains the source and cannot be replaced")
     if any(target.iterdir()) and not any(target.rglob("*.safetensors")):
         raise ConfigError(f"{target} contains files but no model, and is not replaced")
 

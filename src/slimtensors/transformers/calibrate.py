@@ -27,7 +27,7 @@ from slimtensors.folder.job import replace_weights
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
-from slimtensors.storage import INDEX, SINGLE, StrPath, note_parameters
+from slimtensors.storage import INDEX, SINGLE, StrPath, check_separate, locate, note_parameters
 from slimtensors.tensor import Json
 from slimtensors.transformers.auto import find_model_class
 from slimtensors.transformers.weights import encode_layers
@@ -72,6 +72,9 @@ def calibrate_folder(
     settings = calibration or Calibration()
     if settings.evaluate is not None:
         raise ConfigError("calibrate_folder does not support Calibration.evaluate; use oneshot")
+    targets = [target] if settings.work is None else [target, settings.work]
+    for to in targets:
+        check_separate(locate(to, storage_options=options.storage_options), [source])
     data = Data.of(dataset)  # raises for missing data before the model is loaded
     model, tokenizer = _load(source, dtype)
     with Archive(source, storage_options=options.storage_options) as archive:

@@ -1,7 +1,8 @@
 """`oneshot`: prune and quantize a transformers model without training it."""
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,15 @@ from slimtensors.recipe.calibration import Batch, batches_for
 from slimtensors.recipe.modifiers import QuantizationModifier
 from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, make_config
 from slimtensors.recipe.report import REPORT_FILE, Report, measure
-from slimtensors.storage import INDEX, StrPath, note_parameters, write_json
+from slimtensors.storage import (
+    INDEX,
+    LocalLocation,
+    StrPath,
+    check_separate,
+    local_path,
+    note_parameters,
+    write_json,
+)
 from slimtensors.storage.atomic import apply_umask, create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import find_unused_columns, select_columns
@@ -81,7 +90,10 @@ def oneshot(
     parsed = Recipe.of(recipe)
     settings = calibration or Calibration()
     check_recipe(parsed, has_data=dataset is not None)
-    with _create_output(output_dir) as folder:
+    sources = [model] if isinstance(model, str | os.PathLike) else []
+    if settings.work is not None:
+        check_separate(LocalLocation(local_path(settings.work)), sources)
+    with _create_output(output_dir, sources) as folder:
         loaded = load_model(model)
         if folder is not None:
             _check_savable(loaded)
@@ -168,9 +180,11 @@ def _check_savable(model: nn.Module) -> None:
         )
 
 
-def _create_output(path: StrPath | None) -> AbstractContextManager[Path | None]:
+def _create_output(
+    path: StrPath | None, sources: Sequence[StrPath]
+) -> AbstractContextManager[Path | None]:
     """Return a context with the folder to fill; raise at once if `path` cannot be written."""
-    return nullcontext() if path is None else create_folder(path, replace=True)
+    return nullcontext() if path is None else create_folder(path, replace=True, sources=sources)
 
 
 def _make_batches(

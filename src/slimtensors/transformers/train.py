@@ -1,5 +1,6 @@
 """Train a model by a recipe, with the Trainer of transformers."""
 
+import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from slimtensors.recipe.report import REPORT_FILE, Report, Step
 from slimtensors.recipe.training import key_by_parameter
 from slimtensors.storage import (
     SINGLE,
+    LocalLocation,
     StrPath,
+    check_separate,
     install_model,
     local_path,
     temporary_folder,
@@ -98,6 +101,8 @@ def train(
     parsed = Recipe.of(recipe)
     plan = plan_stages(parsed)
     home = local_path(output_dir)
+    if isinstance(model, str | os.PathLike):
+        check_separate(LocalLocation(home), [model])
     resume = (
         find_resume_point(home, parsed, resume_from_checkpoint) if resume_from_checkpoint else None
     )

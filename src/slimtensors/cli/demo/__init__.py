@@ -50,7 +50,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo; print a table, two generated sentences and the path of the page."""
-    console.refuse_existing(str(options.output), force=options.force)
+    model = str(options.model) if options.model is not None else None
+    console.refuse_existing(str(options.output), model, force=options.force)
     if options.steps is not None and options.model is not None:
         raise ConfigError("--steps cannot be combined with --model")
     default = _QUICK_STEPS if options.quick else _STEPS
