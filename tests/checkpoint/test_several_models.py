@@ -172,6 +172,7 @@ def test_invalid_names_and_objects_raise(tmp_path):
         build_checkpoint(models={"a": model}, extra={"models": 1})
     with pytest.raises(ConfigError, match=r"'model\.weight' is a reserved key"):
         build_checkpoint(model, extra={"model.weight": torch.ones(2, 2)})
+    assert build_checkpoint(model, extra={"a": 1, "a.b": 2})["a.b"] == 2
     with pytest.raises(ConfigError, match="extra: 'n' has no state_dict"):
         checkpointing(tmp_path, model, extra={"n": 3})
     loop = checkpointing(tmp_path, model, extra=lambda: {"ema": nn.Linear(1, 1)}, every=1)

@@ -90,8 +90,9 @@ def build_checkpoint(
     }
     for kind, parts in named.items():
         checkpoint[kind] = {name: part.state_dict() for name, part in parts.items()}
+    reserved = set(checkpoint)
     for name, value in (extra or {}).items():
-        if str(name).partition(".")[0] in checkpoint:
+        if str(name).partition(".")[0] in reserved:
             raise ConfigError(f"extra: {name!r} is a reserved key; choose another name")
         checkpoint[name] = value.state_dict() if is_stateful(value) else value
     return checkpoint
