@@ -220,6 +220,21 @@ def test_a_profile_of_more_bits_than_a_dtype_has_can_be_loaded(tmp_path, states)
         assert all(error < 0.01 for error in saved.errors.values())
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.uint8, torch.int32, torch.float8_e4m3fn]
+)
+def test_second_moments_of_every_dtype_are_stored_as_differences(tmp_path, dtype):
+    def build(steps):
+        second = (torch.arange(960).view(24, 40) % 100 + steps).to(dtype)
+        moments = {"step": torch.tensor(10.0 + steps), "exp_avg_sq": second}
+        groups = [{"params": [0], "betas": (0.9, 0.99)}]
+        return {"optimizer": {"state": {0: moments}, "param_groups": groups}}
+
+    save_checkpoint(build(0), tmp_path / "a")
+    save_checkpoint(build(1), tmp_path / "b", base=tmp_path / "a")
+    assert equal_states(load_checkpoint(tmp_path / "b"), build(1))
+
+
 @pytest.mark.parametrize("count", [1, 15, 4096])
 def test_roots_are_rounded_correctly_on_every_machine(count):
     x = torch.rand(count, generator=torch.Generator().manual_seed(0)) * 1e-5

@@ -17,6 +17,7 @@ from slimtensors.checkpoint.tensor_entry import (
     MANTISSA,
     ROOTS,
     SAME,
+    SCALABLE,
     STEPS,
     WHOLE,
     TensorEntry,
@@ -156,7 +157,8 @@ class StateEncoder:
         """Encode all bits: as a difference, sorted by the second moment, or whole."""
         if FIRST in info.roles:
             return self._group_by_second_moment(info, x, TensorEntry(WHOLE, Spec.of(x)))
-        times = self.decay(info) if y is not None and SECOND in info.roles else 1.0
+        can_decay = y is not None and SECOND in info.roles and x.dtype in SCALABLE
+        times = self.decay(info) if can_decay else 1.0
         entry = TensorEntry(WHOLE, Spec.of(x), times=times)
         return self._encode_difference(info.name, x, y, entry, each)
 

@@ -76,9 +76,10 @@ class TensorEntry:
         fields.check_keys(required, ("bits", "seed", "times"))
         like = Spec.from_json(dict(data))
         is_float = like.dtype in MANTISSA
-        needs_float = kind in (GROUPED, STEPS, ROOTS) or data.keys() & {"bits", "times"}
-        if needs_float and not is_float:
-            raise CorruptFileError(f"dtype: {like} cannot be stored as {kind}, rounded or scaled")
+        if (kind in (GROUPED, STEPS, ROOTS) or "bits" in data) and not is_float:
+            raise CorruptFileError(f"dtype: {like} cannot be stored as {kind} or rounded")
+        if "times" in data and like.dtype not in SCALABLE:
+            raise CorruptFileError(f"dtype: {like} cannot be scaled")
         if kind in DIFFERENCES and kind not in list(applicable_kinds(like)):
             raise CorruptFileError(f"dtype: {like} cannot be stored as {kind}")
         most = MANTISSA[like.dtype] if is_float else 0
@@ -267,6 +268,8 @@ def _multiply(x: Tensor, factor: float) -> Tensor:
 
 MANTISSA = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 """Mantissa bits of the dtypes that can be shortened."""
+SCALABLE = {*MANTISSA, torch.float64}
+"""Dtypes of the tensors of a base that can be multiplied by a factor."""
 _WORDS = {4: torch.int32, 2: torch.int16}
 
 
