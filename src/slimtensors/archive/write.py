@@ -453,8 +453,8 @@ def _open_output(
         for item in source.items
     )
     reserve = 256 + text * dialect.max_parts
-    aliases = (*source.tied.items(), *source.copies.items())
-    reserve += sum(len(name.encode()) + len(home.encode()) + 10 for name, home in aliases)
+    copies = source.copies.items()
+    reserve += sum(len(name.encode()) + len(home.encode()) + 10 for name, home in copies)
     if source.tree is not None:
         reserve += len(json.dumps(json.dumps(source.tree)))
     if source.delta is not None:
