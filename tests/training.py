@@ -119,3 +119,15 @@ def copy_state(value):
     if isinstance(value, deque):
         return deque(map(copy_state, value), value.maxlen)
     return [copy_state(v) for v in value] if type(value) is list else value
+
+
+def find_strides(value, path=""):
+    """Return the strides of all tensors of a state by path."""
+    if isinstance(value, torch.Tensor):
+        return {path: value.stride()}
+    if not isinstance(value, dict | list | tuple):
+        return {}
+    found = {}
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= find_strides(part, f"{path}.{key}")
+    return found

@@ -5,7 +5,7 @@ import torch
 from checkpoint.optimizer_cases import build_convolutions, take_step
 from strategies import same_bits
 from torch import nn
-from training import copy_state, equal_states
+from training import copy_state, equal_states, find_strides
 
 import slimtensors
 from slimtensors.checkpoint import (
@@ -32,18 +32,6 @@ def train(model, optimizer, steps):
     for seed in steps:
         x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
         take_step(model, optimizer, x)
-
-
-def find_strides(value, path=""):
-    """Return the strides of all tensors of a state by path."""
-    if isinstance(value, torch.Tensor):
-        return {path: value.stride()}
-    if not isinstance(value, dict | list | tuple):
-        return {}
-    found = {}
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-        found |= find_strides(part, f"{path}.{key}")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,17 @@ def test_another_optimizer_class_of_equal_options_raises():
     restore_checkpoint(state, model, torch.optim.AdamW(model.parameters(), fused=True))
 
 
+def test_classes_of_one_name_are_compared_by_their_options():
+    model = build_model()
+    state = build_checkpoint(model, adamw(model.parameters()))
+    state["layout"]["optimizer_class"] = "__main__.AdamW"  # a script that was renamed
+    restore_checkpoint(state, model, adamw(model.parameters()))
+    for group in state["optimizer"]["param_groups"]:
+        group["clip_threshold"] = group.pop("amsgrad")
+    with pytest.raises(MismatchError, match=r"group 0: another class .* amsgrad now"):
+        restore_checkpoint(state, model, adamw(model.parameters()))
+
+
 def test_a_wrapper_of_another_optimizer_raises():
     model = build_model()
     state = build_checkpoint(model, Lookahead(adamw(model.parameters())))

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from checkpoint.optimizer_cases import list_cases
-from training import copy_state, equal_states
+from training import copy_state, equal_states, find_strides
 
 from slimtensors.checkpoint import (
     build_checkpoint,
@@ -79,6 +79,7 @@ class Resumed:
         save_checkpoint(state, folder / "delta", base=folder / "first")
         torch.save(capture(model, optimizer) | {"rng": capture_rng()}, self.file)
         self.saved = copy_state(capture(model, optimizer))
+        self.strides = find_strides(capture(model, optimizer))
         self.result = self.finish(model, optimizer)
 
     def start(self, seed):
@@ -92,8 +93,11 @@ class Resumed:
         """Return what differs after `restore(model, optimizer)` and more training, or ''."""
         model, optimizer = self.start(1)
         restore(model, optimizer)
-        if not equal_states(capture(model, optimizer), self.saved):
+        restored = capture(model, optimizer)
+        if not equal_states(restored, self.saved):
             return "the restored state differs"
+        if find_strides(restored) != self.strides:
+            return "strides differ"
         result = self.finish(model, optimizer)
         is_equal = self.result is None or equal_states(result, self.result)
         return "" if is_equal else "training differs"
