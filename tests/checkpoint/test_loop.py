@@ -28,6 +28,9 @@ from slimtensors.checkpoint import (
 )
 from slimtensors.cli import main
 from slimtensors.errors import ConfigError, FormatError, InUseError, MismatchError
+from slimtensors.storage.atomic import create_folder
+
+LEFTOVER = ".step-00000009.0123456789abcdef.slimtensors-tmp"
 
 
 def start_loop(run, folder, **options):
@@ -249,15 +252,24 @@ def test_command_line_inspects_verifies_and_repairs_a_run(tmp_path, capsys):
     assert main(["verify", str(folder)]) == 0
     assert "2 checkpoints intact" in capsys.readouterr().out
 
-    (folder / ".step-00000003.abc.slimtensors-tmp").mkdir()
+    leftover = folder / LEFTOVER
+    leftover.mkdir()
     assert main(["verify", str(folder)]) == 3
-    assert ".step-00000003.abc.slimtensors-tmp: incomplete" in capsys.readouterr().err
+    assert f"{LEFTOVER}: incomplete" in capsys.readouterr().err
     assert main(["repair", str(folder)]) == 0
+    assert capsys.readouterr().out == (
+        f"{LEFTOVER}\n1 incomplete checkpoint found; --delete removes them\n"
+    )
+    assert main(["repair", str(folder), "--json"]) == 0
+    assert read_json("repair", capsys) == {"found": [LEFTOVER], "removed": [], "left": {}}
+    assert leftover.is_dir()
+    assert main(["repair", str(folder), "--delete"]) == 0
     assert "1 incomplete checkpoint removed" in capsys.readouterr().out
+    assert not leftover.exists()
     assert main(["verify", str(folder), "--json"]) == 0
     assert read_json("verify-run", capsys)["checkpoints"] == 2
-    assert main(["repair", str(folder), "--json"]) == 0
-    assert read_json("repair", capsys) == {"removed": [], "left": {}}
+    assert main(["repair", str(folder), "--delete", "--json"]) == 0
+    assert read_json("repair", capsys) == {"found": [], "removed": [], "left": {}}
 
 
 def damage(manifest, kind):
@@ -305,11 +317,11 @@ def test_an_unreadable_checkpoint_is_kept_and_reported(tmp_path, caplog, capsys,
     damage(folder / name / "checkpoint.json", kind)
     before = content(folder / name)
     (folder / "logs").mkdir()
-    (folder / ".step-00000004.abc.slimtensors-tmp").mkdir()
+    (folder / LEFTOVER).mkdir()
 
     assert main(["verify", str(folder), "--json"]) == 3
     assert name in read_json("verify-run", capsys)["damaged"]
-    assert repair_run(folder) == [".step-00000004.abc.slimtensors-tmp"]
+    assert repair_run(folder) == [LEFTOVER]
     assert main(["repair", str(folder), "--json"]) == 0
     assert list(read_json("repair", capsys)["left"]) == [name]
     assert main(["repair", str(folder)]) == 0
@@ -373,16 +385,46 @@ def test_a_save_at_the_step_of_a_checkpoint_of_another_program_uses_another_name
         assert ckpt.start == 2
 
 
-def test_repair_removes_only_temporary_folders_of_our_writer(tmp_path):
+def test_only_unlocked_temporary_folders_of_our_writer_are_removed(tmp_path):
     save_all(tmp_path, [1])
-    others = ["x.slimtensors-tmp", ".x.tmp", "step-00000009.tmp", ".hidden"]
+    digits = "0123456789abcdef"
+    others = [
+        "x.slimtensors-tmp",
+        ".x.tmp",
+        "step-00000009.tmp",
+        ".hidden",
+        ".x.slimtensors-tmp",
+        f".x.{digits}.slimtensors-old",
+        f".x.{digits[:-1]}.slimtensors-tmp",
+        f".x.{digits.upper()}.slimtensors-tmp",
+        f"x.{digits}.slimtensors-tmp",
+    ]
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.safetensors").write_bytes(b"")
-    (tmp_path / ".y.slimtensors-tmp").symlink_to(tmp_path / ".hidden")
-    (tmp_path / ".z.slimtensors-tmp").mkdir()
-    assert repair_run(tmp_path) == [".z.slimtensors-tmp"]
+    (tmp_path / f".link.{digits}.slimtensors-tmp").symlink_to(tmp_path / ".hidden")
+    (tmp_path / f".file.{digits}.slimtensors-tmp").write_text("")
+    (tmp_path / LEFTOVER).mkdir()
+    assert repair_run(tmp_path) == [LEFTOVER]
+    (tmp_path / LEFTOVER).mkdir()
+    with start_loop(Run(), tmp_path):
+        assert not (tmp_path / LEFTOVER).exists()
     assert all((tmp_path / name / "state.safetensors").exists() for name in others)
+    assert (tmp_path / f".link.{digits}.slimtensors-tmp").is_symlink()
+    assert (tmp_path / f".file.{digits}.slimtensors-tmp").is_file()
+
+
+def test_the_temporary_folder_of_a_running_writer_stays(tmp_path, capsys):
+    save_all(tmp_path, [1])
+    with create_folder(tmp_path / "other") as folder:
+        (folder / "state.safetensors").write_bytes(b"")
+        assert repair_run(tmp_path) == []
+        assert main(["repair", str(tmp_path), "--delete"]) == 0
+        with start_loop(Run(), tmp_path):
+            pass
+        assert verify_run(tmp_path)
+        assert (folder / "state.safetensors").exists()
+    assert (tmp_path / "other" / "state.safetensors").exists()
 
 
 @pytest.mark.slow

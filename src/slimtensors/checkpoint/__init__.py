@@ -8,6 +8,7 @@ from slimtensors.checkpoint.profiles import PROFILES, Filter, Profile, StateTens
 from slimtensors.checkpoint.run import (
     Point,
     RunVerification,
+    find_incomplete,
     find_unreadable,
     is_run,
     list_checkpoints,
@@ -43,6 +44,7 @@ __all__ = [
     "StateTensorInfo",
     "build_checkpoint",
     "checkpointing",
+    "find_incomplete",
     "find_unreadable",
     "flatten",
     "is_run",

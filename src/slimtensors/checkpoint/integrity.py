@@ -77,7 +77,8 @@ class RunIntegrity:
                 if archive.read_encoded(name, workers.each) is None:
                     archive.load_one(name, workers.each)
 
-            names = [name for name in archive if name not in archive.tied()]
+            shared = {**archive.tied(), **archive.copies()}
+            names = [name for name in archive if name not in shared]
             deque(workers.in_order(check, names, archive.stored_bytes), maxlen=0)
         base = point.manifest.base
         if base is None:

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,12 @@ from slimtensors.checkpoint.store import (
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.storage import StrPath, local_path
-from slimtensors.storage.atomic import find_leftovers, lock_folder, remove_folder
+from slimtensors.storage.atomic import (
+    find_leftovers,
+    lock_folder,
+    remove_folder,
+    remove_unlocked,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -135,14 +139,19 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
             damaged[point.name] = problem
     damaged |= find_unreadable(folder)
     unsealed = [point.name for point in found if not point.manifest.is_sealed]
-    leftovers = [path.name for path in find_leftovers(folder)]
-    return RunVerification(len(found), damaged, leftovers, unsealed)
+    return RunVerification(len(found), damaged, find_incomplete(folder), unsealed)
+
+
+def find_incomplete(run: StrPath) -> list[str]:
+    """Return the temporary folders of interrupted saves in a run, which `repair_run` removes."""
+    return [path.name for path in find_leftovers(local_path(run))]
 
 
 def repair_run(run: StrPath) -> list[str]:
     """Remove temporary folders of interrupted saves, and return their names.
 
-    Everything else stays. Unreadable checkpoints (see `find_unreadable`) are logged as warnings.
+    Everything else stays, also temporary folders in use. Unreadable checkpoints (see
+    `find_unreadable`) are logged as warnings.
     """
     folder = local_path(run)
     with lock_folder(folder):
@@ -151,12 +160,10 @@ def repair_run(run: StrPath) -> list[str]:
 
 def remove_incomplete(run: Path) -> list[str]:
     """Repair a run that the caller has locked; see `repair_run`."""
-    found = find_leftovers(run)
-    for path in found:
-        shutil.rmtree(path)
+    removed = [path.name for path in find_leftovers(run) if remove_unlocked(path)]
     for name, problem in find_unreadable(run).items():
         _log.warning("%s: unreadable checkpoint left as it is: %s", run / name, problem)
-    return [path.name for path in found]
+    return removed
 
 
 def _find_damage(point: Point, threads: int | None) -> str:

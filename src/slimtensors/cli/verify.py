@@ -124,7 +124,8 @@ def _run_folder(options: argparse.Namespace) -> int:
     for name, message in found.damaged.items():
         print(f"slimtensors: {name}: {message}", file=sys.stderr)
     for name in found.incomplete:
-        print(f"slimtensors: {name}: incomplete; `slimtensors repair` removes it", file=sys.stderr)
+        advice = "`slimtensors repair --delete` removes it"
+        print(f"slimtensors: {name}: incomplete; {advice}", file=sys.stderr)
     for name in found.unsealed:
         print(f"slimtensors: {name}: {UNSEALED}", file=sys.stderr)
     if not options.json and found:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import stat
@@ -43,6 +44,9 @@ REPLACED_SUFFIX = ".slimtensors-old"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PID_BYTES = 20
+
+_LEFTOVER = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}", re.DOTALL)
+"""Names of temporary files and folders."""
 
 _MAX_NAME = 200
 """Bytes of the target's name in temporary names, which must not exceed 255 bytes in total."""
@@ -287,9 +291,27 @@ def remove_leftovers(target: Path, before: Callable[[Path], None] | None = None)
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """Return the temporary folders of interrupted writes and removals in `folder`."""
-    found = (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return sorted(p for p in found if p.name.startswith(".") and p.name.endswith(TEMPORARY_SUFFIX))
+    """Return the temporary folders that interrupted writes and removals left in `folder`.
+
+    Those of running writers are locked and not listed; neither are links and other names.
+    """
+    found = (path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
+    return sorted(path for path in found if not _is_in_use(path))
+
+
+def _is_in_use(path: Path) -> bool:
+    """Return True if a temporary folder is locked, or cannot be locked, or is not a folder."""
+    try:
+        descriptor = os.open(path, _FOLDER)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @contextmanager
