@@ -660,6 +660,11 @@ class Configs(Kind):
                 {**head, "quantization_config": {**slim, "codecs": {"huffman": 3}}},
             )
         ]
+        text = json.dumps(head, indent=7).encode()  # not our own form, so that it is kept
+        compressed = config_json.edit_config_text(
+            text, lambda config: config_json.add_section(config, slim)
+        )
+        self.variants.append(compressed)
         self.path = self.folder / "config.json"
         self.path.write_bytes(self.variants[0])
 
@@ -670,8 +675,11 @@ class Configs(Kind):
         return Mutant({"config.json": dump_json(mutate_json(random, json.loads(raw)))}, True)
 
     def use(self, mutant: Mutant, random: Random) -> str:
-        match random.randrange(3):
+        match random.randrange(4):
             case 0:
+                text = self.path.read_bytes()
+                config_json.edit_config_text(text, config_json.remove_compression)
+            case 2:
                 QuantizationConfig.parse_file(self.path).to_dict()
             case 1:
                 config_json.update_config(self.folder, config_json.remove_compression)

@@ -219,6 +219,16 @@ def test_slices_and_parameters_still_load(kind, tmp_path):
         assert same_bits(loaded.dequantize(), rows.dequantize())
 
 
+@pytest.mark.parametrize("kind", ["csr", "sparse", "sparse int8", "coded"])
+def test_a_weight_of_another_size_is_not_copied_in_part(kind):
+    """Row pointers of one matrix with the columns of another would be read out of bounds."""
+    few, many = KINDS[kind](matrix() * (matrix() > 1)), KINDS[kind](matrix())
+    expected = few.dequantize()
+    with pytest.raises(NotImplementedError, match="copy_"):
+        few.copy_(many)
+    assert same_bits(few.dequantize(), expected)
+
+
 def test_weights_can_be_swapped():
     one, two = CsrTensor.from_dense(matrix()), CsrTensor.from_dense(matrix() * 2)
     expected = two.dequantize()

@@ -450,10 +450,17 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return to.copy_(source.dequantize(), non_blocking)
     if not isinstance(source, CompressedTensor) or (to.form() != source.form()):
         return NotImplemented  # type: ignore[no-any-return]
-    for (_, leaf), (_, source_leaf) in zip(to.leaves(), source.leaves(), strict=True):
-        leaf.copy_(source_leaf, non_blocking)
+    leaves, source_leaves = dict(to.leaves()), dict(source.leaves())
+    if _list_specs(leaves) != _list_specs(source_leaves):
+        return NotImplemented  # type: ignore[no-any-return]  # before a part of them is copied
+    for name, leaf in leaves.items():
+        leaf.copy_(source_leaves[name], non_blocking)
     to.invalidate()
     return to
+
+
+def _list_specs(leaves: Mapping[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec.of(leaf) for name, leaf in leaves.items()}
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
