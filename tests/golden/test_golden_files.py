@@ -1,6 +1,5 @@
 """Golden files load to the bits that went in, and nobody rewrites them."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -10,16 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden.slim.expected import describe, read_expected
+from golden.slim.expected import describe, read_expected, sha256
 from slimtensors.distributed import StorageReader
 from torch.distributed import checkpoint as dcp
 
 import slimtensors
 from slimtensors import _core
+from slimtensors.archive.decompress import decompress
 from slimtensors.checkpoint import load_checkpoint
 from slimtensors.checkpoint.run import verify_run
 from slimtensors.codecs import names
-from slimtensors.folder import restore_folder
+from slimtensors.folder import decompress_folder, restore_folder
 
 GOLDEN = Path(__file__).parent
 SLIM = GOLDEN / "slim"
@@ -48,7 +48,7 @@ def test_nobody_rewrites_adds_or_removes_a_golden_file():
     lines = (GOLDEN / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     listed = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     found = {
-        path.relative_to(GOLDEN).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(GOLDEN).as_posix(): sha256(path.read_bytes())
         for path in GOLDEN.rglob("*")
         if path.is_file() and path.suffix in (".safetensors", ".json")
     }
@@ -77,6 +77,22 @@ def test_a_golden_delta_of_a_folder_restores_to_the_same_files(tmp_path):
     assert files.keys() == {path.name for path in (tmp_path / "new").glob("*.safetensors")}
     assert len(files) > 1
     assert describe(slimtensors.load(tmp_path / "new")) == expected(folder / "folder")
+
+
+@pytest.mark.parametrize("name", ["file", "folder", "delta"])
+def test_golden_files_give_back_their_originals_byte_for_byte(name, tmp_path):
+    folder = SLIM / "2" / "originals"
+    want = json.loads((folder / "expected-sums.json").read_text())[name]
+    if name == "file":
+        target = tmp_path / "plain.safetensors"
+        with slimtensors.open(folder / "file.safetensors") as archive:
+            decompress(archive, target)
+    elif name == "folder":
+        decompress_folder(folder / name, tmp_path / "back")
+    else:
+        restore_folder(folder / name, folder / "file.safetensors", tmp_path / "back")
+    found = {path.name: sha256(path.read_bytes()) for path in tmp_path.rglob("*.*")}
+    assert found == want
 
 
 @find_golden("checkpoints")
@@ -131,8 +147,8 @@ def list_codecs(node):
 
 
 def test_golden_files_contain_every_codec_and_every_kind_of_entry():
-    codecs, entries, keys, tree_keys = set(), set(), set(), set()
-    for path in VERSION_1.rglob("*.safetensors"):
+    codecs, entries, keys, tree_keys, manifest_keys = set(), set(), set(), set(), set()
+    for path in SLIM.rglob("*.safetensors"):
         raw = path.read_bytes()
         at = 0
         while (at := raw.find(b"SLIM\x01\0\0\0", at) + 1) > 0:
@@ -141,6 +157,7 @@ def test_golden_files_contain_every_codec_and_every_kind_of_entry():
         if b'"slimtensors"' not in raw[:200]:
             continue
         manifest = read_manifest(path)
+        manifest_keys.update(manifest)
         delta = manifest.get("delta", {})
         entries.update(entry[0] for entry in delta.get("tensors", {}).values())
         for entry in delta.get("checkpoint", {}).values():
@@ -155,6 +172,12 @@ def test_golden_files_contain_every_codec_and_every_kind_of_entry():
     assert tree_keys == {
         *("tensor", "array", "scalar", "dict", "ordered", "metadata", "counter", "list", "tuple"),
         *("dtype", "device", "size", "float", "complex", "bytes"),
+        *("order", "requires_grad", "parameter", "numpy_str", "numpy_bytes", "defaultdict"),
+        *("deque", "maxlen", "set", "frozenset", "int"),
+    }
+    assert manifest_keys == {
+        *("version", "dialect", "plans", "tied", "copies", "tree", "delta", "generation"),
+        *("source", "checksums", "table", "crc32c"),
     }
 
 

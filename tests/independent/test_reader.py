@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 from independent.reader import checkpoints, deltas, distributed, quantized
-from independent.reader.container import Ordered, Value, open_archive
+from independent.reader.container import (
+    Ordered,
+    Value,
+    open_archive,
+    restore_config,
+    restore_originals,
+)
 from independent.reader.crc32c import crc32c
 from independent.reader.tensor import DamagedError, Tensor
 
@@ -121,6 +127,23 @@ def test_deltas():
     for file, name in (("file", "file"), ("folder/delta", "folder")):
         found = deltas.restore(open_archive(folder / f"{file}.safetensors"), base)
         assert sorted(describe(found)["items"]) == sorted(expected(folder / name)["items"])
+
+
+def test_original_files():
+    folder = SLIM / "2" / "originals"
+    want = json.loads((folder / "expected-sums.json").read_bytes())
+    file, model = open_archive(folder / "file.safetensors"), open_archive(folder / "folder")
+    delta = open_archive(folder / "delta" / "delta.safetensors")
+    found = {
+        "file": restore_originals(file, file.tensors()),
+        "folder": restore_originals(model, model.tensors()),
+        "delta": restore_originals(delta, deltas.restore(delta, file)),
+    }
+    for name in ("folder", "delta"):
+        found[name]["config.json"] = restore_config((folder / name / "config.json").read_bytes())
+    for name, files in found.items():
+        sums = {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
+        assert sums == want[name]
 
 
 @find_golden("checkpoints")
