@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ SHARES = {
 }
 """Relative number of cases; fewer of kinds that take long to read."""
 BATCH = 20_000
-"""Cases per process; a new process starts with the same memory."""
+"""Cases per child process; a new one starts with the same memory."""
 PASSED = ("refused", "loaded")
 _PATH = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -58,7 +59,7 @@ def fuzz(batches: Sequence[Batch], seed: str, seconds: float) -> tuple[Counts, l
     """
     counts: Counts = {kind: Counter() for kind, _, _ in batches}
     failures: list[str] = []
-    while batches:
+    while batches and seconds > 0:
         with tempfile.NamedTemporaryFile() as progress:
             command = [WORKER, seed, seconds, progress.name, *map(json.dumps, batches)]
             done = subprocess.run(
@@ -98,18 +99,16 @@ def format_counts(counts: Counts) -> str:
     return "\n".join(lines)
 
 
-def divide(shares: dict[str, int], count: int, processes: int) -> list[list[Batch]]:
-    """Return the batches of each child process, which start with some of each kind."""
-    batches = [
-        (kind, first, min(BATCH, total - first))
-        for kind, share in shares.items()
-        for total in [max(1, count * share // sum(shares.values()))]
-        for first in range(0, total, BATCH)
-    ]
-    batches.sort(key=lambda batch: batch[1])
-    if count > BATCH:
-        return [[batch] for batch in batches]
-    return [batches[i::processes] for i in range(processes) if batches[i::processes]]
+def divide(shares: dict[str, int], count: int) -> list[list[Batch]]:
+    """Return the batches of each child process: some of every kind."""
+    totals = {kind: max(1, count * share // sum(shares.values())) for kind, share in shares.items()}
+    processes = -(-count // BATCH)
+
+    def select(kind: str, i: int) -> Batch:
+        first, last = (totals[kind] * n // processes for n in (i, i + 1))
+        return kind, first, last - first
+
+    return [[select(kind, i) for kind in shares] for i in range(processes)]
 
 
 def main() -> int:
@@ -117,22 +116,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=1_000_000, help="cases of all kinds")
     parser.add_argument("--seed", default="0")
-    parser.add_argument("--seconds", type=float, default=1e9, help="limit per process")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after about this time")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--kinds", nargs="+", choices=SHARES, default=list(SHARES))
     options = parser.parse_args()
     shares = {kind: SHARES[kind] for kind in options.kinds}
     counts: Counts = {kind: Counter() for kind in shares}
 
+    deadline = time.monotonic() + options.seconds
+
     def run(batches: Sequence[Batch]) -> None:
-        found, failures = fuzz(batches, options.seed, options.seconds)
+        found, failures = fuzz(batches, options.seed, deadline - time.monotonic())
         for kind, outcomes in found.items():
             counts[kind].update(outcomes)
         for line in failures:
             print(line, flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:
-        list(pool.map(run, divide(shares, options.count, options.processes)))
+        list(pool.map(run, divide(shares, options.count)))
     print(format_counts(counts))
     return 1 if any(set(one) - {*PASSED} for one in counts.values()) else 0
 
