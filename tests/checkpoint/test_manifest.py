@@ -248,6 +248,18 @@ def test_a_state_of_another_checkpoint_is_refused(run):
         load_checkpoint(run / "first")
 
 
+def test_verify_reports_deltas_of_a_damaged_base(run, capsys):
+    state = run / "first" / "state.safetensors"
+    raw = bytearray(state.read_bytes())
+    raw[-1] ^= 1
+    state.write_bytes(raw)
+    found = verify_run(run).damaged
+    assert "checksum mismatch" in found["first"]
+    assert "second cannot be restored: damaged base first" in found["second"]
+    assert main(["verify", str(run / "second"), "--json"]) == 3
+    assert list(strict_json(capsys.readouterr().out)["damaged"]) == ["first: x"]
+
+
 def test_a_base_for_a_full_checkpoint_is_refused(run):
     with pytest.raises(ConfigError, match="needs no base"):
         load_checkpoint(run / "first", base=run / "second")

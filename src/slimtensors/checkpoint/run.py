@@ -126,10 +126,10 @@ class RunVerification:
 
 
 def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
-    """Read every checkpoint of a run; verify all checksums and that all bases exist."""
+    """Read every checkpoint of a run; verify all checksums and that all bases are intact."""
     folder = local_path(run)
     found = list_checkpoints(folder)
-    damaged = {}
+    damaged: dict[str, str] = {}
     for point in found:
         try:
             problem = _find_damage(point, threads)
@@ -137,6 +137,11 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
             problem = str(error)
         if problem:
             damaged[point.name] = problem
+    for point in found:
+        bases = include_bases([point.name], found) - {point.name}
+        if point.name not in damaged and not bases.isdisjoint(damaged):
+            names = ", ".join(sorted(bases & damaged.keys()))
+            damaged[point.name] = f"{point.path} cannot be restored: damaged base {names}"
     damaged |= find_unreadable(folder)
     unsealed = [point.name for point in found if not point.manifest.is_sealed]
     return RunVerification(len(found), damaged, find_incomplete(folder), unsealed)

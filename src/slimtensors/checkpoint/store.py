@@ -308,6 +308,8 @@ class StoredState:
     ) -> None:
         """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last."""
         self.folder = folder
+        self.bases: Sequence[Path] = ()
+        """Folders of all direct and indirect bases, the nearest first."""
         self.manifest = read_manifest(folder)
         check_chain(folder, deltas)
         state = folder / STATE
@@ -316,6 +318,8 @@ class StoredState:
         if content_id(state) != self.manifest.id:
             raise CorruptFileError(f"{state}: content differs from the id in {MANIFEST}")
         stored_base = self._open_base(base, deltas)
+        if stored_base is not None:
+            self.bases = [stored_base.folder, *stored_base.bases]
 
         def load_base(name: str, like: Spec, each: Each) -> Tensor | None:
             if stored_base is None or name not in stored_base:

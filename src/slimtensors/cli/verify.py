@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from slimtensors.archive import Archive, Verification, verify
@@ -55,14 +56,19 @@ def _verify(options: argparse.Namespace) -> Verification:
 
 
 def _checkpoint(options: argparse.Namespace) -> Verification:
-    """Verify one checkpoint: its manifest, its bases, and its tensors."""
+    """Verify one checkpoint: its manifest, its tensors, and those of its bases."""
     try:
-        manifest = StoredState(Path(options.source)).manifest
+        stored = StoredState(Path(options.source))
     except (FormatError, MismatchError) as error:
         return Verification(0, {MANIFEST: str(error)})
-    if not manifest.is_sealed:
+    if not stored.manifest.is_sealed:
         print(f"slimtensors: {options.source}: {UNSEALED}", file=sys.stderr)
-    return _archive(options)
+    found = _archive(options)
+    damaged = dict(found.damaged)
+    for folder in stored.bases:
+        result = verify(state_file(folder), threads=options.threads)
+        damaged |= {f"{folder.name}: {name}": text for name, text in result.damaged.items()}
+    return replace(found, damaged=damaged)
 
 
 _FILES = {
