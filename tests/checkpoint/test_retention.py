@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from slimtensors.checkpoint import checkpointing, list_checkpoints, load_checkpoint, save_checkpoint
+from slimtensors.checkpoint import (
+    checkpointing,
+    find_unreadable,
+    list_checkpoints,
+    load_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
 from slimtensors.checkpoint.integrity import RunIntegrity
 from slimtensors.checkpoint.manifest import read_manifest
 from slimtensors.checkpoint.run import Retention
@@ -193,6 +200,31 @@ def test_retention_removes_only_checkpoints_of_the_loop(tmp_path):
     assert found == {"favorite", "mine", "step-00000001", "step-00000005"}
     assert (tmp_path / "latest").is_symlink()
     load_checkpoint(tmp_path / "mine")
+
+
+def test_a_step_whose_folder_was_removed_is_saved_again(tmp_path):
+    with start(tmp_path) as ckpt:
+        shutil.rmtree(ckpt.step().path)
+        assert ckpt.save().path.is_dir()
+
+
+def test_a_manifest_that_cannot_be_opened_is_reported_and_stays(tmp_path):
+    save_steps(tmp_path, [1] * 3, base=None)
+    manifest = tmp_path / "step-00000002" / "checkpoint.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    assert "symbolic links" in find_unreadable(tmp_path)["step-00000002"]
+    steps, first = save_steps(tmp_path, [1], base=None, keep_last=1)
+    assert (steps, first) == ([4], 3)
+    assert (tmp_path / "step-00000002" / "state.safetensors").is_file()
+
+
+def test_a_link_is_not_removed_as_a_checkpoint(tmp_path):
+    save_steps(tmp_path, [1])
+    (tmp_path / "latest").symlink_to("step-00000001")
+    with pytest.raises(ConfigError, match="is a link"):
+        remove_checkpoint(tmp_path / "latest")
+    assert loads(tmp_path, 1)
 
 
 def test_resume_raises_if_every_checkpoint_is_unreadable(tmp_path):

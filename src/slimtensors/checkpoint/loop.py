@@ -17,6 +17,7 @@ from torch import nn
 from slimtensors.archive import inspect
 from slimtensors.checkpoint.integrity import is_ours
 from slimtensors.checkpoint.loop_folder import LoopFolder
+from slimtensors.checkpoint.manifest import is_checkpoint
 from slimtensors.checkpoint.metrics import check_metrics, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
@@ -311,7 +312,9 @@ class Checkpointing:
         check_metrics(metrics)
         numbers = read_metrics(metrics)
         self.wait()
-        old = self._newest if self._newest and self._newest.manifest.step == self._done else None
+        old = self._newest
+        if old and (old.manifest.step != self._done or not is_checkpoint(old.path)):
+            old = None
         if old is not None:
             known = old.manifest
             is_new = any(repr(known.metrics.get(name)) != repr(x) for name, x in numbers.items())

@@ -102,6 +102,8 @@ def remove_checkpoint(path: StrPath) -> None:
     """Remove a checkpoint; raise `ConfigError` if it is the base of another one in its run."""
     folder = local_path(path)
     read_manifest(folder)
+    if folder.is_symlink():
+        raise ConfigError(f"{folder} is a link; remove the folder that it leads to")
     for point in list_checkpoints(folder.parent):
         base = point.manifest.base
         if base is not None and base.name == folder.name:
@@ -135,7 +137,7 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
             problem = _find_damage(point, threads)
         except (FormatError, MismatchError, OSError) as error:
             problem = str(error)
-        if problem:
+        if problem and point.path.exists():  # else removed by another process in the meantime
             damaged[point.name] = problem
     for point in found:
         bases = include_bases([point.name], found) - {point.name}
@@ -186,19 +188,21 @@ def _list_folders(run: Path) -> Iterator[Path]:
 def _try_read_manifest(folder: Path) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
-    except FormatError:
+    except (FormatError, OSError):
         return None
 
 
 def _find_manifest_error(folder: Path) -> str:
     """Return why the manifest of a checkpoint folder is unreadable, or an empty string."""
-    if not any((folder / name).exists() for name in (MANIFEST, STATE)):
-        return ""
-    if folder.name.startswith(DAMAGED):
-        return "set aside as damaged; its step was saved again"
     try:
+        if not any((folder / name).exists() for name in (MANIFEST, STATE)):
+            return ""
+        if folder.name.startswith(DAMAGED):
+            return "set aside as damaged; its step was saved again"
         read_manifest(folder)
-    except FormatError as error:
+    except FileNotFoundError:  # removed by another process in the meantime
+        return ""
+    except (FormatError, OSError) as error:
         return str(error)
     return ""
 
