@@ -179,4 +179,4 @@ def test_exit_code_3_for_a_folder_of_pickles(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     torch.save({"x": torch.ones(3)}, tmp_path / "model" / "pytorch_model.bin")
     assert run("compress", tmp_path / "model", "-o", tmp_path / "y") == 3
-    assert "no safetensors files found; the folder contains pytorch_model.bin" in error_line(capsys)
+    assert "contains PyTorch weights (pytorch_model.bin)" in error_line(capsys)

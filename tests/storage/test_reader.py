@@ -56,11 +56,11 @@ def test_the_model_is_found_among_other_files(tmp_path):
 
 
 def test_the_error_for_a_folder_without_safetensors_lists_its_files(tmp_path):
-    with pytest.raises(FormatError, match="files found; the folder contains nothing") as caught:
+    with pytest.raises(FormatError, match="contains no files") as caught:
         slimtensors.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FormatError, match=r"contains pytorch_model\.bin"):
+    with pytest.raises(FormatError, match=r"contains PyTorch weights \(pytorch_model\.bin"):
         slimtensors.load(tmp_path)
 
 

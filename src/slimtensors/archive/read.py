@@ -25,6 +25,7 @@ from slimtensors.storage import (
     Location,
     StoredFile,
     StrPath,
+    explain_missing,
     locate,
     open_file,
     open_files,
@@ -72,7 +73,7 @@ class Archive:
     def __init__(self, path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         location = locate(path, storage_options=storage_options)
         if isinstance(location, LocalLocation) and not location.path.exists():
-            raise FileNotFoundError(f"{location}: no such file or folder")
+            raise FileNotFoundError(explain_missing(str(location)))
         self._open(location, open_files(location, dialects.read_generation), is_listed=True)
 
     @classmethod

@@ -209,6 +209,7 @@ def run(options: argparse.Namespace) -> int:
     limit = parse_size(options.limit)
     if not limit or limit < 1 or options.repeats < 1:
         raise ConfigError("--limit and --repeats must be at least 1")
+    console.require_models(options.source)
     with Archive(options.source) as archive:
         archive.check_not_delta()
         tensors = list(_sample(archive, limit))

@@ -192,6 +192,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compress, and print the sizes before and after."""
     with process_group(options) as group:
+        console.require_models(options.source)
         if options.recipe is not None:
             if group.count > 1:
                 raise ConfigError("--recipe runs in one process; start it without torchrun")

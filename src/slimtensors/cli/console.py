@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slimtensors.archive import Archive
+from slimtensors.checkpoint.manifest import is_checkpoint
 from slimtensors.errors import ConfigError, RankError, SlimError
 from slimtensors.folder.processes import (
     TIMEOUT,
@@ -22,7 +23,13 @@ from slimtensors.folder.processes import (
     is_multi_process,
     process_group_from_env,
 )
-from slimtensors.storage import INCOMPLETE, check_separate, locate
+from slimtensors.storage import (
+    INCOMPLETE,
+    LocalLocation,
+    check_separate,
+    explain_missing,
+    locate,
+)
 from slimtensors.tensor import Json
 
 
@@ -92,6 +99,21 @@ def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def require_models(*sources: str) -> None:
+    """Raise if a local source does not exist, or is a checkpoint."""
+    for source in sources:
+        where = locate(source)
+        if not isinstance(where, LocalLocation):
+            continue
+        if not where.exists():
+            raise FileNotFoundError(explain_missing(source))
+        if is_checkpoint(where.path):
+            raise ConfigError(
+                f"{source} is a checkpoint, not a model; use inspect or verify, or load it with"
+                " slimtensors.checkpoint.load_checkpoint"
+            )
 
 
 def refuse_existing(target: str, *sources: str | None, force: bool) -> None:

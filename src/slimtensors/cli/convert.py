@@ -26,6 +26,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the sizes before and after."""
+    console.require_models(options.source)
     console.refuse_existing(options.output, options.source, force=options.force)
     with (
         Archive(options.source) as archive,

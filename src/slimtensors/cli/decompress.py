@@ -25,6 +25,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Decompress, and print the size of the result."""
+    console.require_models(options.source)
     console.refuse_existing(options.output, options.source, force=options.force)
     keep = match_globs(options.only, options.skip)
     with Archive(options.source) as archive:

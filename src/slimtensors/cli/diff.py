@@ -27,6 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the delta and print its size."""
+    console.require_models(options.source, options.base)
     console.refuse_existing(options.output, options.source, options.base, force=options.force)
     with Archive(options.source) as archive:
         total = console.dense_bytes(archive)

@@ -26,6 +26,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the model and print its size."""
+    console.require_models(options.source, options.base)
     console.refuse_existing(options.output, options.source, options.base, force=options.force)
     parse_size(options.max_shard_size)
     delta, base = Archive(options.source), Archive(options.base)

@@ -16,6 +16,7 @@ from slimtensors.storage.files import (
     read_bytes,
     read_text,
 )
+from slimtensors.storage.foreign import explain_missing
 from slimtensors.storage.installation import (
     find_model_files,
     install_model,
@@ -82,6 +83,7 @@ __all__ = [
     "TensorBytes",
     "check_name",
     "check_separate",
+    "explain_missing",
     "find_model_files",
     "has_code",
     "install_model",

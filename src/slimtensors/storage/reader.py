@@ -14,6 +14,7 @@ import torch
 
 from slimtensors.errors import CorruptFileError, FormatError, MissingFileError, MixedShardsError
 from slimtensors.storage.files import StrPath
+from slimtensors.storage.foreign import explain_file, explain_folder
 from slimtensors.storage.location import ByteSource, Location
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
@@ -133,7 +134,7 @@ def open_file(where: Location, key: str | None = None) -> StoredFile:
     source = where.open()
     try:
         start = bytes(source.read(0, min(8, source.size)))
-        size = _parse_header_size(start, source.size)
+        size = _parse_header_size(start, source.size, source.name)
         raw = bytes(source.read(0, size))
         header = parse_header(raw, source.size)
     except FormatError as error:
@@ -312,6 +313,8 @@ def _choose_main(folder: Location) -> str:
             f"{folder} is a distributed checkpoint; load it with dcp.load and"
             " slimtensors.distributed.StorageReader, or convert it with consolidate"
         )
+    if reason := explain_folder(str(folder), files, _walk_shallow(folder, files)):
+        raise FormatError(reason)
     for suffix in (".safetensors.index.json", ".safetensors"):
         found = [name for name in files if name.endswith(suffix)]
         if len(found) == 1:
@@ -322,15 +325,21 @@ def _choose_main(folder: Location) -> str:
     raise FormatError(f"{folder}: no safetensors files found; the folder contains {content}")
 
 
-def _parse_header_size(start: bytes, available: int) -> int:
+def _walk_shallow(folder: Location, files: Sequence[str]) -> list[str]:
+    """Return the paths of all files in a folder, unless it contains a model."""
+    has_model = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in files)
+    return list(files) if has_model else folder.walk()
+
+
+def _parse_header_size(start: bytes, available: int, name: str) -> int:
     """Return the size of the header from the first 8 bytes of a file of `available` bytes."""
     if len(start) < 8:
         raise CorruptFileError(f"truncated: {available} bytes are too few for a safetensors file")
     (width,) = struct.unpack_from("<Q", start)
     if width > MAX_HEADER:
-        is_pickle = start.startswith((b"PK", b"\x80\x02"))  # a zip file, or a bare pickle
-        hint = "probably a torch.save file" if is_pickle else f"header of {width} bytes"
-        raise FormatError(f"not a safetensors file ({hint})")
+        raise FormatError(
+            explain_file(start, name) or f"not a safetensors file (header of {width} bytes)"
+        )
     if 8 + width > available:
         raise CorruptFileError(f"truncated: header of {width} bytes in a file of {available} bytes")
     return 8 + int(width)

@@ -9,6 +9,7 @@ from slimtensors.storage.files import StrPath
 from slimtensors.storage.location import LocalLocation, Location, RemoteLocation
 
 _LOCAL = ("file://", "local://")
+_INDEX = ".index.json"
 
 
 def check_separate(target: Location, sources: Iterable[StrPath]) -> None:
@@ -30,7 +31,7 @@ def _compare(target: Location, source: StrPath) -> str:
         return _compare_local(written, read)
     if isinstance(target, RemoteLocation):
         text = str(source)
-        if target.is_inside(text.rpartition("/")[0] if text.endswith(".json") else text):
+        if target.is_inside(text.rpartition("/")[0] if text.endswith(_INDEX) else text):
             return "is inside"
         return "is or contains" if target.contains(source) else ""
     return ""
@@ -71,7 +72,7 @@ def _local_source(source: StrPath) -> Path | None:
             return None
         text = source.partition("://")[2]
     path = Path(text)
-    return path.parent if path.suffix == ".json" else path
+    return path.parent if path.name.endswith(_INDEX) else path
 
 
 def _is_local(target: RemoteLocation) -> bool:
