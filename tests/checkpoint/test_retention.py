@@ -1,8 +1,10 @@
 """Retention in the presence of damaged and foreign checkpoints, and metrics of any type."""
 
+import contextlib
 import logging
 import os
 import shutil
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from slimtensors.checkpoint import (
 from slimtensors.checkpoint.integrity import RunIntegrity
 from slimtensors.checkpoint.manifest import read_manifest
 from slimtensors.checkpoint.run import Retention
-from slimtensors.errors import ConfigError, FormatError
+from slimtensors.errors import ConfigError, FormatError, MismatchError
 
 
 def start(folder, **options):
@@ -336,3 +338,65 @@ def test_a_second_save_of_a_step_with_new_metrics_replaces_the_first(tmp_path, b
     assert found[2].metrics == {"loss": 2.0, "accuracy": 0.25}
     assert found[2].epoch == 3
     assert loads(tmp_path, 3)
+
+
+def damage_at_random(random, path):
+    """Damage a file of a checkpoint in one of several ways."""
+    file = path / random.choice(["checkpoint.json", "state.safetensors"])
+    raw = bytearray(file.read_bytes())
+    match random.randrange(4):
+        case 0:
+            file.unlink()
+        case 1:
+            file.write_bytes(raw[: random.randrange(len(raw))])
+        case _:
+            raw[random.randrange(len(raw))] ^= 1 << random.randrange(8)
+            file.write_bytes(raw)
+
+
+def find_loadable(folder):
+    """Return the names of the resumable checkpoints that load, by step."""
+    found = {}
+    for path in sorted(folder.glob("step-*")):
+        with contextlib.suppress(FormatError, MismatchError):
+            state = load_checkpoint(path)
+            if read_manifest(path).profile != "history":
+                found[state["step"]] = path.name
+    return found
+
+
+def read_all(folder):
+    """Return the content of all files of a run."""
+    return {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_survive_damage_at_random(tmp_path, seed):
+    random = Random(seed)
+    with start(tmp_path, base="auto") as ckpt:
+        for _ in range(3):
+            change_weights(ckpt)
+            ckpt.step(loss=random.random())
+    for _ in range(5):
+        names = list(find_loadable(tmp_path).values())
+        for name in random.sample(names, min(random.randrange(3), len(names))):
+            damage_at_random(random, tmp_path / name)
+        intact = find_loadable(tmp_path)
+        if not intact:
+            with pytest.raises(FormatError, match="none of the"), start(tmp_path):
+                pass
+            return
+        newest = tmp_path / intact[max(intact)]
+        damaged = [p for p in tmp_path.glob("*step-*") if p.name > newest.name]
+        content = set().union(*map(read_all, damaged))
+        options = {
+            "base": random.choice(["auto", "chain", None]),
+            "keep_last": random.randrange(1, 3),
+            "keep_best": random.choice([None, "loss"]),
+            "keep_history": random.random() < 0.3,
+        }
+        count = random.randrange(1, 3)
+        _, first = save_steps(tmp_path, [random.random() for _ in range(count)], **options)
+        assert first == max(intact)
+        assert max(find_loadable(tmp_path)) == first + count
+        assert content <= read_all(tmp_path)  # what resume found damaged was not removed
