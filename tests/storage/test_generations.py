@@ -11,6 +11,7 @@ from reliability_tools import edit_manifest, leftovers, run_program, split
 
 import slimtensors
 from slimtensors.errors import FormatError, MixedShardsError
+from slimtensors.folder.compress import compress_folder
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -96,6 +97,18 @@ def check_readers(folder: Path, count: int) -> None:
     for kind, found in json.loads(output).items():
         assert set(found) == {"1", "2"}, kind
         assert sum(found.values()) >= count, kind
+
+
+def test_a_compressed_folder_has_one_generation(tmp_path):
+    save(tmp_path / "model", 1)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("a", "b"):
+        compress_folder(tmp_path / "model", tmp_path / name)
+    found = {read_manifest(path).get("generation") for path in shards(tmp_path / "a")}
+    assert len(found) == 1
+    assert None not in found
+    for a, b in zip(shards(tmp_path / "a"), shards(tmp_path / "b"), strict=True):
+        assert a.read_bytes() == b.read_bytes()
 
 
 @pytest.mark.crash

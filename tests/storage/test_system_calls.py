@@ -50,7 +50,7 @@ def test_a_process_killed_inside_a_system_call_leaves_everything_old_or_new(fold
 
 
 def test_a_power_failure_leaves_everything_old_or_new(folder, environment):
-    assert sum(run_crashes("power_loss.py", environment, folder, 6, 1)) > 60
+    assert sum(run_crashes("power_loss.py", environment, folder, 6, 1)) > 40
 
 
 @pytest.mark.long
@@ -60,4 +60,4 @@ def test_a_thousand_kills_inside_system_calls_lose_nothing(folder, environment):
 
 @pytest.mark.long
 def test_a_power_failure_at_any_moment_loses_nothing(folder, environment):
-    assert sum(run_crashes("power_loss.py", environment, folder, 1000, 30, timeout=3000)) > 5000
+    assert sum(run_crashes("power_loss.py", environment, folder, 1000, 30, timeout=3000)) > 500

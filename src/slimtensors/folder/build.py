@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimtensors import _core
+from slimtensors.archive.generation import stamp_generation
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.write import WriteResult
 from slimtensors.codecs.plan import Plan
@@ -206,6 +207,10 @@ class BuildFolder(ABC):
         """Add a small file to the folder."""
 
     @abstractmethod
+    def stamp(self, files: Sequence[str]) -> None:
+        """Mark weight files as shards of one model, where files can still be changed."""
+
+    @abstractmethod
     def commit(self) -> None:
         """Make the folder visible to readers."""
 
@@ -305,6 +310,10 @@ class LocalBuildFolder(BuildFolder):
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         write_file_atomically(self._file(name), data)
 
+    def stamp(self, files: Sequence[str]) -> None:  # noqa: D102
+        if len(files) > 1:
+            stamp_generation([self._work / "files" / file for file in files])
+
     def commit(self) -> None:  # noqa: D102
         commit_folder(self._work / "files", self._target, replace=self._replace)
         self.drop()
@@ -402,6 +411,9 @@ class RemoteBuildFolder(BuildFolder):
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         self._target.child(name).write(data)
+
+    def stamp(self, files: Sequence[str]) -> None:
+        """Do nothing: uploaded files would have to be uploaded again."""
 
     def commit(self) -> None:  # noqa: D102
         self._work.child("parts").remove()

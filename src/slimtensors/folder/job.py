@@ -224,6 +224,7 @@ class _Build:
         _copy_other_files(self.folder, source, edit, group, written=written)
         if index is not None:
             self.folder.write(*index)
+        self.folder.stamp(summary.files)
         self.folder.commit()
         tensors = [replace(t, file=str(self.target.child(t.file))) for t in summary.tensors]
         return Summary(tensors, [str(self.target.child(file)) for file in summary.files])

@@ -58,6 +58,7 @@ from slimtensors.storage.writer import (
     TensorBytes,
     check_name,
     has_code,
+    pack_header,
     parse_size,
 )
 
@@ -96,6 +97,7 @@ __all__ = [
     "open_files",
     "open_for_reading",
     "open_listed",
+    "pack_header",
     "parse_header",
     "parse_index",
     "parse_size",

@@ -15,6 +15,8 @@ from pathlib import Path
 from control import Workspace, run_child
 from scenarios import SCENARIOS
 
+PAGE = 4096
+
 
 @dataclass
 class Node:
@@ -135,8 +137,11 @@ class History:
         self._change_entries((old, new), apply)
 
     def _write(self, inode, offset, size, data):
-        node, begin = self._by_inode[int(inode)], int(offset)
+        for start in range(0, len(data), PAGE):  # each page may be lost
+            page = data[start : start + PAGE]
+            self._write_page(self._by_inode[int(inode)], int(offset) + start, page)
 
+    def _write_page(self, node, begin, data):
         def apply(contents, _):
             before = contents.get(node, node.content).ljust(begin, b"\0")
             contents[node] = before[:begin] + data + before[begin + len(data) :]

@@ -101,7 +101,7 @@ def read_contents(files: Sequence[StoredFile]) -> Contents:
         entries = file.header.entries
         for name in stored.keys() & entries.keys():
             raise FormatError(f"{file.name}: {name}: duplicate tensor, also in another shard")
-        manifest = _read_manifest(file)
+        manifest = read_manifest(file)
         if manifest is None:
             found = {name: StoredEntry(file, entry, None) for name, entry in entries.items()}
             unclaimed |= found
@@ -148,7 +148,7 @@ def check_copies(copies: Mapping[str, str], path: str) -> None:
 
 def read_generation(file: StoredFile) -> str | None:
     """Return the text that all shards of one save share, or None if the file has none."""
-    manifest = _read_manifest(file)
+    manifest = read_manifest(file)
     return manifest.generation if manifest else None
 
 
@@ -170,7 +170,8 @@ def _make_members(
     return result
 
 
-def _read_manifest(file: StoredFile) -> FileManifest | None:
+def read_manifest(file: StoredFile) -> FileManifest | None:
+    """Return the manifest of a file, or None if it has none."""
     text = file.header.metadata.get(KEY)
     if text is None:
         if any(starmap(is_damaged_manifest, file.header.metadata.items())):
@@ -202,4 +203,5 @@ __all__ = [
     "names",
     "read_contents",
     "read_generation",
+    "read_manifest",
 ]
