@@ -43,11 +43,6 @@ class Archive:
         return build_state(self.manifest["tree"], tensors)
 
 
-def find_aliases(table):
-    """Return the names of a manifest that refer to other tensors: tied ones and copies."""
-    return table.get("tied", {}) | table.get("copies", {})
-
-
 def open_archive(path):
     """Read a file, or a folder of shards with an index."""
     path, archive = Path(path), Archive()
