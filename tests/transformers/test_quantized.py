@@ -108,7 +108,12 @@ def test_sparse_and_rounded_folders_run_compressed(tmp_path, preset):
     assert get_model_size_in_bytes(small) < 0.8 * get_model_size_in_bytes(want)
     assert torch.allclose(logits(small), logits(want), atol=0.03)
     small.save_pretrained(tmp_path / "again")
-    assert files(tmp_path / "again") == files(tmp_path / "small")
+    if preset == "lossless":  # the model does not know the headers of the original files
+        again, before = (slimtensors.load(tmp_path / name) for name in ("again", "small"))
+        assert again.keys() == before.keys()
+        assert all(same_bits(again[name], x) for name, x in before.items())
+    else:
+        assert files(tmp_path / "again") == files(tmp_path / "small")
 
 
 def test_the_config_can_request_run_compressed(tmp_path):

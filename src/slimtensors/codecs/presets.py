@@ -195,6 +195,11 @@ def default(dialect: str) -> str:
     return "sparse" if dialect == "compressed-tensors" else "lossless"
 
 
+def is_lossy(preset: "str | Plan | Chooser") -> bool:
+    """Return True if a preset or plan rounds; False also for functions, which may."""
+    return preset.is_lossy if isinstance(preset, Plan) else preset == "extreme"
+
+
 def find(preset: "str | Plan | Chooser") -> Chooser:
     """Return the chooser for the name of a preset, a plan for every tensor, or a function."""
     if isinstance(preset, Plan):

@@ -96,8 +96,12 @@ def compress_with(
     *,
     keep: Keep = select_all,
     preset_key: Json | None = None,
+    is_lossy: bool = False,
 ) -> Summary:
-    """Do the same as `compress_folder`, with options as one value."""
+    """Do the same as `compress_folder`, with options as one value.
+
+    The originals of a lossy copy cannot be written again, so their headers are not stored.
+    """
     dialect = options.dialect
     preset = presets.default(dialect) if options.preset is None else options.preset
     sparsity: dict[str, Sparsity] = {}
@@ -129,7 +133,7 @@ def compress_with(
             replace_fields(options, preset=choose),
             rule=find_rule,
             sparsity=sparsity,
-            keeps_originals=True,
+            keeps_originals=not (is_lossy or presets.is_lossy(preset)),
         ),
         target,
         describe,

@@ -98,7 +98,7 @@ def quantize_folder(
     key = config.to_dict()
     if dialect == SLIM:
         options = options.with_preset(layers.choose_coded)
-        return compress_with(archive, target, options, preset_key=key)
+        return compress_with(archive, target, options, preset_key=key, is_lossy=True)
     options = options.with_preset(layers.choose_plain, dialect)
     settings = {"quantize": key, "dialect": dialect, "max_shard_size": options.max_shard_size}
     return build_folder(

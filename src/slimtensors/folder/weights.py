@@ -92,11 +92,13 @@ class Weights:
         """File name -> content. If a shard size is set, one entry named like the index."""
         if self.originals is not None:
             return make_exact_sources(self.make_source(self.archive), self.originals)
-        if self.options.max_shard_size is not None:
-            return {INDEX: self.make_source(self.archive)}
         main, *shards = weight_files(self.archive.location)
-        if not shards:
-            return {main: self.make_source(self.archive)}
+        is_split = self.options.max_shard_size is not None
+        if is_split or not shards:
+            source = self.make_source(self.archive)
+            if not self.keeps_originals:
+                source = replace(source, originals=None)
+            return {INDEX if is_split else main: source}
         sources = {
             file: self.make_source(self.archive.select(names))
             for file, names in self.archive.shards().items()
