@@ -225,7 +225,14 @@ def test_an_enum_in_extra_is_saved_as_its_value_with_a_warning(tmp_path, caplog,
 
 
 def test_invalid_options_raise(tmp_path):
-    for options in ({"every": 0}, {"keep_last": 0}, {"keep_every": 1.5}, {"best_is": "least"}):
+    long_chain = {"base": "chain", "keyframe_every": 201}
+    for options in (
+        {"every": 0},
+        {"keep_last": 0},
+        {"keep_every": 1.5},
+        {"best_is": "least"},
+        long_chain,
+    ):
         with pytest.raises(ConfigError):
             start_loop(Run(), tmp_path, **options)
 

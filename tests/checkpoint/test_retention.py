@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from checkpoint.manifests import unseal_manifest
 from torch import nn
 
 from slimtensors.checkpoint import (
@@ -256,6 +257,20 @@ def test_keep_best_takes_scalars_of_any_type(tmp_path, kind):
     steps, _ = save_steps(tmp_path, losses, keep_best="loss", base=None)
     assert steps == [2, 4]
     assert all(type(p.manifest.metrics["loss"]) is float for p in list_checkpoints(tmp_path))
+
+
+def test_metrics_that_version_1_left_out_of_the_manifest_count(tmp_path):
+    state = {"x": torch.ones(2), "metrics": {"loss": torch.tensor(0.5)}}
+    for step, loss in ((1, 1.0), (2, 0.5), (3, 2.0)):
+        folder = tmp_path / f"step-{step:08d}"
+        state["metrics"] = {"loss": torch.tensor(loss), "other": "x"}
+        model = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
+        save_checkpoint({**state, "model": model, "step": step}, folder)
+        unseal_manifest(folder, metrics={})
+    model = nn.Linear(16, 16)
+    with checkpointing(tmp_path, model, every=1, keep_best="loss", async_=False) as ckpt:
+        ckpt.step(loss=3.0)
+    assert list_steps(tmp_path) == [2, 4]
 
 
 def test_nan_never_counts_as_best(tmp_path):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slimtensors.archive import inspect
+from slimtensors.checkpoint.documents import MAX_BASES
 from slimtensors.checkpoint.integrity import is_ours
 from slimtensors.checkpoint.loop_folder import LoopFolder
 from slimtensors.checkpoint.manifest import is_checkpoint
@@ -104,6 +105,8 @@ def checkpointing(
             raise ConfigError(f"{name} must be a positive integer, got {value!r}")
     if base not in ("auto", "chain", None):
         raise ConfigError(f"base must be 'auto', 'chain' or None, got {base!r}")
+    if base == "chain" and keyframe_every > MAX_BASES:
+        raise ConfigError(f"keyframe_every must be at most {MAX_BASES} with base='chain'")
     found = find_profile(profile)
     if found.is_model_only:
         raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")

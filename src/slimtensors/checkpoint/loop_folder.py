@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slimtensors.checkpoint.integrity import RunIntegrity, set_aside
@@ -21,7 +22,7 @@ from slimtensors.checkpoint.run import (
     reduce_to_history,
     select_resumable,
 )
-from slimtensors.checkpoint.store import Saved
+from slimtensors.checkpoint.store import Saved, StoredState
 from slimtensors.errors import FormatError, MismatchError
 from slimtensors.storage.atomic import remove_folder
 
@@ -37,6 +38,8 @@ class LoopFolder:
         self._name, self._threads = name, threads
         self._since_keyframe = 0
         """Number of saves since the last keyframe."""
+        self._metrics: dict[str, dict[str, float]] = {}
+        """Metrics in the states of checkpoints of format version 1, by id."""
 
     def is_own(self, point: Point) -> bool:
         """Return True if a folder has the name that this loop gives to its step."""
@@ -87,6 +90,8 @@ class LoopFolder:
         own = self.list_own()
         if len(retention.select(own)) == len(own):
             return  # nothing to remove, nothing to read
+        if retention.best is not None:
+            own = [self._complete_metrics(point, retention.best) for point in own]
         keep = retention.select(own, self.integrity.is_intact)
         if not any(point.name in keep and self.integrity.is_intact(point) for point in own):
             _log.warning("%s: no intact checkpoint; nothing is removed", self.run)
@@ -104,6 +109,18 @@ class LoopFolder:
                 remove_folder(point.path)
             elif not self._reduce(point):
                 keep |= include_bases([point.name], points)
+
+    def _complete_metrics(self, point: Point, metric: str) -> Point:
+        """Return a checkpoint with all its metrics; format version 1 may lack tensors."""
+        if point.manifest.is_sealed or metric in point.manifest.metrics:
+            return point
+        if point.manifest.id not in self._metrics:
+            try:
+                self._metrics[point.manifest.id] = StoredState(point.path).load_metrics()
+            except (FormatError, MismatchError):
+                self._metrics[point.manifest.id] = {}  # damaged: does not count anyway
+        metrics = {**self._metrics[point.manifest.id], **point.manifest.metrics}
+        return replace(point, manifest=replace(point.manifest, metrics=metrics))
 
     def _reduce(self, point: Point) -> bool:
         """Reduce a checkpoint to its weights; return False if it is damaged."""

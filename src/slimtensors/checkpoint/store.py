@@ -42,6 +42,7 @@ from slimtensors.errors import (
     CorruptFileError,
     MismatchError,
     UnsupportedTensorError,
+    report_malformed,
 )
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
@@ -378,6 +379,14 @@ class StoredState:
         tensors = {name: found[name] for name in names}
         tensors |= {name: tensors[target] for name, target in self.tied.items()}
         return tensors | {name: clone_bits(tensors[target]) for name, target in copies.items()}
+
+    def load_metrics(self) -> dict[str, float]:
+        """Read the metrics in the state, of which early versions omitted some in the manifest."""
+        with report_malformed(str(self.folder / STATE)):
+            pairs = (self.tree or {}).get("dict", [])
+            outlines = [pair[1] for pair in pairs if pair[0] == "metrics"]
+            metrics = unflatten(outlines[0], self._file) if outlines else {}
+        return read_metrics(metrics) if isinstance(metrics, dict) else {}
 
     def load_state(self, *, threads: int | None = None) -> dict[str, Any]:
         """Read and decode all tensors and return the nested state."""
