@@ -260,15 +260,14 @@ def test_keep_best_takes_scalars_of_any_type(tmp_path, kind):
 
 
 def test_metrics_that_version_1_left_out_of_the_manifest_count(tmp_path):
-    state = {"x": torch.ones(2), "metrics": {"loss": torch.tensor(0.5)}}
+    model = nn.Linear(16, 16)
     for step, loss in ((1, 1.0), (2, 0.5), (3, 2.0)):
         folder = tmp_path / f"step-{step:08d}"
-        state["metrics"] = {"loss": torch.tensor(loss), "other": "x"}
-        model = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
-        save_checkpoint({**state, "model": model, "step": step}, folder)
+        metrics = {"loss": torch.tensor(loss), "other": "x"}
+        save_checkpoint({"model": model.state_dict(), "metrics": metrics, "step": step}, folder)
         unseal_manifest(folder, metrics={})
-    model = nn.Linear(16, 16)
-    with checkpointing(tmp_path, model, every=1, keep_best="loss", async_=False) as ckpt:
+    options = {"every": 1, "keep_best": "loss", "async_": False, "base": None}
+    with checkpointing(tmp_path, model, **options) as ckpt:
         ckpt.step(loss=3.0)
     assert list_steps(tmp_path) == [2, 4]
 
