@@ -832,7 +832,7 @@ def mutate_leaf(random: Random, x: Tensor) -> Any:
         case 1:
             return x[:-1] if x.dim() else x
         case 2:
-            return x.t() if x.dim() == 2 else x.flip(0)
+            return x.t() if x.dim() == 2 else x[-1:]
         case 3:
             raw = mutate_bytes(random, raw_bytes(x))[: x.nbytes].ljust(x.nbytes, b"\xff")
             return torch.frombuffer(bytearray(raw), dtype=x.dtype).view(x.shape)

@@ -27,6 +27,9 @@ from slimtensors.errors import SlimError
 MEMORY = 256 << 20
 """Bytes that a case may take beyond what its document claims."""
 SECONDS = 10
+"""Seconds of processor time that a case may take."""
+WAIT = 120
+"""Seconds after which a case hangs, even on a busy machine."""
 
 
 class TooSlowError(BaseException):
@@ -81,10 +84,12 @@ def run_limited(kind: Kind, mutant: Mutant, seed: str, limit: int) -> tuple[str,
     for claimed in (0, None):
         extra = kind.claim() if claimed is None else 0
         resource.setrlimit(resource.RLIMIT_AS, (limit + extra, resource.RLIM_INFINITY))
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(WAIT)
         try:
             outcome = run_case(kind, mutant, Random(seed))
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.alarm(0)
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
         if outcome[0] != "memory":
@@ -124,6 +129,7 @@ def main(seed: str, seconds: str, progress: str, *batches: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, raise_too_slow)
+    signal.signal(signal.SIGPROF, raise_too_slow)
     deadline = time.monotonic() + float(seconds)
     with Path(progress).open("w") as file:
         for i, text in enumerate(batches):

@@ -169,7 +169,7 @@ class Recipe:
         """Read a YAML file."""
         with report_malformed(str(path), ConfigError):
             try:
-                return cls.from_yaml(read_text(path))
+                return cls._parse(_parse_yaml(read_text(path)))
             except FileNotFoundError:
                 raise ConfigError("recipe not found") from None
             except OSError as error:
