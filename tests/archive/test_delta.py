@@ -167,9 +167,24 @@ def test_a_delta_never_replaces_its_base(models):
 def test_a_lossy_preset_raises(tmp_path):
     slimtensors.save({"x": torch.randn(64, 64)}, tmp_path / "new")
     slimtensors.save({"y": torch.randn(64, 64)}, tmp_path / "base")
+    paths = tmp_path / "new", tmp_path / "base", tmp_path / "delta"
     with pytest.raises(ConfigError, match=r"x: .* is lossy"):
-        diff(tmp_path / "new", tmp_path / "base", tmp_path / "delta", preset="extreme")
+        diff(*paths, preset="extreme", unrelated=True)
     assert not (tmp_path / "delta").exists()
+
+
+def test_models_with_little_in_common_raise(tmp_path):
+    new = {"a": torch.randn(64, 64), "b": torch.ones(20, 20), "c": torch.ones(8)}
+    base = {"a": torch.randn(64, 32), "b": torch.ones(20, 20).half(), "c": torch.zeros(8)}
+    new_folder = write_folder(tmp_path / "new", table=new)
+    base_folder = write_folder(tmp_path / "base", table=base)
+    for make in (diff, diff_folder):
+        with pytest.raises(MismatchError, match=r"new and .*base .* 1 of 3 tensors .*--unrelated"):
+            make(new_folder, base_folder, tmp_path / "delta")
+        assert not (tmp_path / "delta").exists()
+        make(new_folder, base_folder, tmp_path / make.__name__, unrelated=True)
+    restore_folder(tmp_path / "diff_folder", base_folder, tmp_path / "back")
+    assert slimtensors.verify(tmp_path / "back", against=new_folder).files == "identical"
 
 
 def test_an_unrelated_base_adds_no_bytes(tmp_path):

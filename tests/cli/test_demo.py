@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_is_one_error_line_and_no_leftovers(tmp_path):
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "File too large" in done.stderr
+    assert "file too large" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

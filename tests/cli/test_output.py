@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 import slimtensors
 from slimtensors.cli import main
+from slimtensors.cli.console import print_json
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -247,3 +248,25 @@ def test_version_is_printed(capsys):
         main(["--version"])
     assert done.value.code == 0
     assert capsys.readouterr().out.strip() == slimtensors.__version__
+
+
+def test_diff_reports_how_much_the_base_matches(tmp_path, capsys):
+    slimtensors.save({"x": torch.ones(64, 64), "y": torch.ones(8)}, tmp_path / "new")
+    slimtensors.save({"x": torch.zeros(64, 64)}, tmp_path / "base")
+    words = ["diff", tmp_path / "new", "--base", tmp_path / "base"]
+    assert run(*words, "-o", tmp_path / "a") == 0
+    assert "1 of 2 tensors match the base (100% of bytes)\n" in capsys.readouterr().out
+    assert run(*words, "-o", tmp_path / "b", "--json") == 0
+    found = parse_valid(capsys.readouterr().out, "summary")["base"]
+    assert (found["tensors"], found["matched"]) == (2, 1)
+    words = ["diff", tmp_path / "base", "--base", tmp_path / "empty"]
+    slimtensors.save({"z": torch.zeros(3)}, tmp_path / "empty")
+    assert run(*words, "-o", tmp_path / "c", "-f") == 1
+    assert "have little in common: 0 of 1 tensors" in capsys.readouterr().err
+    assert run(*words, "-o", tmp_path / "c", "--unrelated") == 0
+
+
+def test_json_has_no_numbers_that_json_lacks(capsys):
+    print_json({"a": [float("nan"), {"b": (float("inf"), -float("inf"), 1.5)}], "c": "NaN"})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"a": [None, {"b": [None, None, 1.5]}], "c": "NaN"}

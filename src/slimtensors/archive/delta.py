@@ -28,6 +28,8 @@ from slimtensors.tensor import QUANTIZED_DTYPES, Json, as_bytes, bitwise_equal, 
 
 _SAMPLE, _SAMPLES = 1 << 14, 8
 """Items per sample and number of samples encoded to estimate the size of a tensor."""
+_MIN_SHARE = 0.1
+"""Smallest share of a model that its base must have; below, the models are not related."""
 
 
 def diff(
@@ -36,18 +38,21 @@ def diff(
     target: StrPath,
     *,
     preset: str | Plan | Chooser = "lossless",
+    unrelated: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write the difference of `new` from `base`. Lossless; `restore` needs the same base.
 
-    Equal tensors take no space; others are stored as residuals where that is smaller.
+    Equal tensors take no space; others are stored as residuals where that is smaller. Raises
+    `MismatchError` if the models have almost no tensors in common.
 
     Args:
         new, base: paths or open archives.
         target: path of the delta, a file or a folder.
         preset: a lossless preset, plan, or function that chooses plans for the residuals.
+        unrelated: whether to accept a base with other tensors.
         threads: number of threads; default: one per core.
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
@@ -66,6 +71,8 @@ def diff(
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
     to = locate(target, storage_options=storage_options)
     check_separate(to, [*after.paths(), *before.paths()])
+    if not unrelated:
+        BaseMatch.of(after, before).check()
     source = make_delta_source(after, before, choose)
     options = WriteOptions(
         preset=choose, threads=threads, progress=progress, storage_options=storage_options
@@ -113,6 +120,50 @@ def restore(
     if preset == "dense" and max_shard_size is None:
         source = make_exact_file(source, find_restored(changes, source), target, options)
     return write(source, target, options).summary()
+
+
+@dataclass(frozen=True)
+class BaseMatch:
+    """How much of a model has a tensor of the same name, dtype and shape in the base."""
+
+    new: str
+    base: str
+    tensors: int
+    """Tensors of the model, without tied ones."""
+    matched: int
+    """Those with a counterpart in the base."""
+    share: float
+    """Fraction of the bytes that have a counterpart."""
+
+    @classmethod
+    def of(cls, new: Archive, base: Archive) -> "BaseMatch":
+        """Compare the descriptions of all tensors; raise if one of the models is a delta."""
+        new.check_not_delta()
+        base.check_not_delta()
+        tied = new.tied()
+        specs = {name: new.spec(name) for name in new if name not in tied}
+        matched = [name for name in specs if name in base and base.spec(name) == specs[name]]
+        total = sum(spec.nbytes for spec in specs.values())
+        share = sum(specs[name].nbytes for name in matched) / total if total else 1.0
+        return cls(new.path, base.path, len(specs), len(matched), share)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.matched} of {self.tensors} tensors match the base ({self.share:.0%} of bytes)"
+        )
+
+    def check(self) -> None:
+        """Raise if a delta would not be smaller than the model itself."""
+        if self.share < _MIN_SHARE:
+            raise MismatchError(
+                f"{self.new} and {self.base} have little in common: {self} in name, dtype and"
+                " shape; use another base, compress the model instead, or pass unrelated=True"
+                " (--unrelated)"
+            )
+
+    def to_json(self) -> Json:
+        """Return the JSON form."""
+        return {"tensors": self.tensors, "matched": self.matched, "share": self.share}
 
 
 def make_delta_source(

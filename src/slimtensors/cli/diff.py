@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 
 from slimtensors.archive import Archive
-from slimtensors.archive.delta import diff
+from slimtensors.archive.delta import BaseMatch, diff
 from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
 from slimtensors.folder.compress import is_model_folder
@@ -21,6 +21,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     console.add_source(verb)
     verb.add_argument("--base", required=True, help="the base model")
     console.add_target(verb)
+    verb.add_argument(
+        "--unrelated", action="store_true", help="accept a base that has other tensors"
+    )
     console.add_threads(verb)
     console.add_json(verb)
 
@@ -29,20 +32,26 @@ def run(options: argparse.Namespace) -> int:
     """Write the delta and print its size."""
     console.require_models(options.source, options.base)
     console.refuse_existing(options.output, options.source, options.base, force=options.force)
-    with Archive(options.source) as archive:
+    with Archive(options.source) as archive, Archive(options.base) as base:
         total = console.dense_bytes(archive)
+        match = BaseMatch.of(archive, base)
         write = diff
         if is_model_folder(options.source):
             write = partial(diff_folder, replace=options.force)
         with console.progress(total, "diff") as bar:
             summary = write(
-                archive, options.base, options.output, threads=options.threads, progress=bar
+                archive,
+                base,
+                options.output,
+                unrelated=options.unrelated,
+                threads=options.threads,
+                progress=bar,
             )
     if options.json:
-        console.print_json(summary.to_json())
+        console.print_json(summary.to_json() | {"base": match.to_json()})
     elif not options.quiet:
         changed = count_noun(len(summary.tensors), "tensor")
         size = summary.stored_bytes
         times = f", {total / size:.1f}x smaller than the whole model" if size else ""
-        print(f"{changed} changed: {format_bytes(size)}{times}")
+        print(f"{changed} changed: {format_bytes(size)}{times}; {match}")
     return 0

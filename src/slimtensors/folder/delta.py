@@ -9,6 +9,7 @@ from typing import Any
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.decompress import make_exact_sources
 from slimtensors.archive.delta import (
+    BaseMatch,
     DeltaManifest,
     find_restored,
     make_delta_source,
@@ -40,6 +41,7 @@ def diff_folder(
     target: StrPath,
     *,
     replace: bool = False,
+    unrelated: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -53,6 +55,7 @@ def diff_folder(
         new, base: model folders, files or URLs, or open archives of them.
         target: folder or URL to write.
         replace: whether to replace an existing folder.
+        unrelated: whether to accept a base with other tensors.
         threads: number of threads; default: one per core.
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
@@ -65,6 +68,8 @@ def diff_folder(
         storage_options=storage_options,
     )
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
+    if not unrelated:
+        BaseMatch.of(after, before).check()
     was_compressed = is_compressed(after)
     source = make_delta_source(after, before, presets.lossless, files=_describe_files(after))
 

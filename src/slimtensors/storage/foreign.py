@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLE = re.compile(r".*model.*\.bin|.*\.(pt|pth|ckpt)")
 _SHARD = re.compile(r"-\d+-of-\d+\.")
 _TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{8}")
 
@@ -78,7 +78,7 @@ def explain_folder(folder: str, files: Sequence[str], inner: Sequence[str]) -> s
 
 
 def _explain_weights(folder: str, files: Sequence[str], parts: Sequence[str]) -> str | None:
-    pickles = [name for name in files if name.endswith(_PICKLES) and name != "training_args.bin"]
+    pickles = [name for name in files if _PICKLE.fullmatch(name)]
     if any(map(_SHARD.search, pickles)):
         return (
             f"{folder} contains PyTorch weights ({pickles[0]}, ...), not safetensors; load the"
