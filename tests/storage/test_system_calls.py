@@ -1,4 +1,4 @@
-"""Kills inside system calls, and power failures: everything old or everything new is left."""
+"""Kills inside system calls, failing ones, power failures: all is left old, or all new."""
 
 import json
 import os
@@ -49,6 +49,10 @@ def test_a_process_killed_inside_a_system_call_leaves_everything_old_or_new(fold
     assert sum(run_crashes("kill.py", environment, folder, 40)) == 40
 
 
+def test_a_failing_system_call_names_the_path_and_leaves_everything_old_or_new(folder, environment):
+    assert sum(run_crashes("fail.py", environment, folder, 40)) > 20
+
+
 def test_a_power_failure_leaves_everything_old_or_new(folder, environment):
     assert sum(run_crashes("power_loss.py", environment, folder, 6, 1)) > 40
 
@@ -56,6 +60,11 @@ def test_a_power_failure_leaves_everything_old_or_new(folder, environment):
 @pytest.mark.long
 def test_a_thousand_kills_inside_system_calls_lose_nothing(folder, environment):
     assert sum(run_crashes("kill.py", environment, folder, 1000, timeout=3000)) >= 1000
+
+
+@pytest.mark.long
+def test_a_thousand_failing_system_calls_lose_nothing(folder, environment):
+    assert sum(run_crashes("fail.py", environment, folder, 1000, timeout=3000)) > 500
 
 
 @pytest.mark.long

@@ -88,11 +88,12 @@ def move_files(folder: Path, target: Path) -> None:
 
 def replace_file(new: Path, old: Path) -> None:
     """Rename the complete file `new` to `old`; an existing file is replaced and keeps its mode."""
-    with suppress(FileNotFoundError):
-        status = old.lstat()
-        if stat.S_ISREG(status.st_mode):
-            new.chmod(stat.S_IMODE(status.st_mode))
-    new.replace(old)
+    with name_write_errors(old):
+        with suppress(FileNotFoundError):
+            status = old.lstat()
+            if stat.S_ISREG(status.st_mode):
+                new.chmod(stat.S_IMODE(status.st_mode))
+        new.replace(old)
 
 
 def write_json(path: Path, data: Json) -> None:
@@ -198,7 +199,11 @@ def remove_folder(path: Path) -> None:
     obsolete = temporary_name(path)
     path.rename(obsolete)
     sync_folder(path.parent)
-    shutil.rmtree(obsolete)
+    try:
+        shutil.rmtree(obsolete)
+    except OSError as error:  # which has the name of a file in it, without a folder
+        error.filename = str(path)
+        raise
 
 
 def check_absent(target: Path) -> None:
@@ -326,7 +331,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(descriptor, _PID_BYTES, 0).decode(errors="replace").strip()
             raise InUseError(f"{folder}: in use by process {owner or 'unknown'}") from None
-        _write_owner(descriptor)
+        with suppress(OSError):  # only for messages: the lock does not depend on it
+            _write_owner(descriptor)
         yield
 
 

@@ -87,5 +87,5 @@ def name_write_errors(target: StrPath) -> Iterator[None]:
     except OSError as error:
         found = error.filename
         if error.errno is not None and (found is None or TEMPORARY_SUFFIX in os.fsdecode(found)):
-            error.filename = os.fspath(target)
+            error.filename, error.filename2 = os.fspath(target), None
         raise

@@ -10,7 +10,8 @@ import signal
 import traceback
 from pathlib import Path
 
-BEFORE, HALFWAY, AFTER = range(3)
+BEFORE, HALFWAY, AFTER, FAIL = range(4)
+"""When the process is killed; or the call fails with the error number `how - FAIL`."""
 
 
 def run_child(operation, folder, *, kill_at=0, how=BEFORE, log=None):

@@ -1,4 +1,4 @@
-/* Preloaded library that kills the process inside a chosen system call, or logs the calls.
+/* Preloaded library that kills the process inside a chosen system call, makes it fail, or logs calls.
  *
  * Only calls that change files below a root folder count. `syscalls_start` activates it; until
  * then, and in a process that never calls it, everything passes through.
@@ -17,7 +17,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { BEFORE, HALFWAY, AFTER };
+enum { BEFORE, HALFWAY, AFTER, FAIL }; /* FAIL + errno */
 
 static char root[PATH_MAX];
 static size_t root_length;
@@ -101,6 +101,12 @@ static int begin(void) {
     return hit;
 }
 
+static int fails(int hit) {
+    if (!hit || kill_how <= FAIL) return 0;
+    errno = kill_how - FAIL;
+    return 1;
+}
+
 static unsigned long inode(int file) {
     struct stat status;
     return fstat(file, &status) == 0 ? status.st_ino : 0;
@@ -112,6 +118,7 @@ static ssize_t write_at(int file, const void *data, size_t size, off_t offset, i
     if (!watch_file(file))
         return positioned ? write_there(file, data, size, offset) : write_here(file, data, size);
     int hit = begin();
+    if (fails(hit)) return -1;
     if (!positioned) offset = lseek(file, 0, SEEK_CUR);
     if (hit && kill_how == HALFWAY) size /= 2;
     ssize_t done = positioned ? write_there(file, data, size, offset) : write_here(file, data, size);
@@ -134,6 +141,7 @@ ssize_t pwrite64(int file, const void *data, size_t size, off64_t offset) {
 #define ON_FILE(call, line, ...)            \
     if (!watch_file(file)) return call;     \
     int hit = begin();                      \
+    if (fails(hit)) return -1;              \
     int result = call;                      \
     if (hit) die();                         \
     if (result == 0) record(line, inode(file), ##__VA_ARGS__); \
@@ -152,6 +160,7 @@ int ftruncate64(int file, off64_t size) {
     char path[PATH_MAX];                         \
     if (!watch_path(folder, name, path)) return call; \
     int hit = begin();                           \
+    if (fails(hit)) return -1;                   \
     int result = call;                           \
     if (hit) die();                              \
     if (result == 0) record(kind "\t%s\n", path); \
@@ -168,6 +177,7 @@ int mkdirat(int folder, const char *name, mode_t mode) {
     struct stat status;
     if (!watch_path(folder, name, path)) return REAL(mkdirat)(folder, name, mode);
     int hit = begin();
+    if (fails(hit)) return -1;
     int result = REAL(mkdirat)(folder, name, mode);
     if (hit) die();
     if (result == 0 && stat(path, &status) == 0)
@@ -182,6 +192,7 @@ static int move(int from, const char *old, int to, const char *name, unsigned fl
     if (!(watch_path(to, name, target) && watched))
         return syscall(SYS_renameat2, from, old, to, name, flags);
     int hit = begin();
+    if (fails(hit)) return -1;
     int result = syscall(SYS_renameat2, from, old, to, name, flags);
     if (hit) die();
     if (result == 0) record("%s\t%s\t%s\n", flags & 2 ? "exchange" : "rename", source, target);
@@ -201,6 +212,7 @@ static int open_at(int folder, const char *name, int flags, mode_t mode) {
     struct stat status;
     int is_new = (flags & O_CREAT) && watch_path(folder, name, path) && lstat(path, &status) != 0;
     int hit = is_new && begin();
+    if (fails(hit)) return -1;
     int file = syscall(SYS_openat, folder, name, flags, mode);
     if (hit) die();
     if (file >= 0 && is_new) {
