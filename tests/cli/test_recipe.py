@@ -106,7 +106,7 @@ def test_errors_name_the_recipe_or_source(source, tmp_path, capsys):
     assert f"{bad}: invalid YAML: not UTF-8 text" in capsys.readouterr().err
     bad.write_text("test_modifiers: {SparseGTP: {}}")
     assert run("compress", source, "--recipe", bad, "-o", tmp_path / "out") == 2
-    assert "bad.yaml: recipe: unknown modifier 'SparseGTP'; did you mean" in capsys.readouterr().err
+    assert "bad.yaml: unknown modifier 'SparseGTP'; did you mean" in capsys.readouterr().err
     save_file({"x": torch.zeros(4)}, tmp_path / "x.safetensors")
     recipe = source.parent / "recipe.yaml"
     assert run("compress", tmp_path / "x.safetensors", "--recipe", recipe, "-o", "out") == 2
