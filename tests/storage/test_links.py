@@ -14,6 +14,7 @@ from slimtensors.checkpoint.run import repair_run
 from slimtensors.errors import ConfigError, SlimError
 from slimtensors.folder.compress import compress_folder
 from slimtensors.folder.config_json import read_config
+from slimtensors.layerwise.resume import WorkFolder
 from slimtensors.recipe import Recipe
 from slimtensors.storage import write_file_atomically
 from slimtensors.storage.atomic import (
@@ -108,6 +109,13 @@ def test_a_work_folder_that_is_a_link_is_refused(tmp_path, shards):
     assert [path.name for path in precious.iterdir()] == ["files"]
     assert (precious / "files" / "thesis").exists()
     assert not (tmp_path / "small").exists()
+
+
+def test_finished_layers_are_not_written_through_links(folder, secret):
+    (folder / "00000.safetensors").symlink_to(secret)
+    WorkFolder(folder, {}).store("layer", {"x": torch.ones(3)})
+    assert secret.read_text() == "do not touch"
+    assert torch.equal(WorkFolder(folder, {}).load("layer")["x"], torch.ones(3))
 
 
 def test_a_work_folder_that_others_can_write_is_refused(tmp_path):
