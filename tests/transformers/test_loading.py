@@ -1,5 +1,6 @@
 """Plain `from_pretrained` of transformers on folders of ours."""
 
+import json
 import logging
 import shutil
 
@@ -30,6 +31,7 @@ from transformers import (
 import slimtensors
 import slimtensors.transformers
 from slimtensors.folder.compress import compress_folder
+from slimtensors.transformers.loading import SlimConfig
 
 PRESETS = ["sparse", "lossless", "extreme"]
 
@@ -218,3 +220,11 @@ def test_a_class_that_uses_no_weight_is_an_error(tmp_path):
     _, small = stored(llama(), tmp_path)
     with pytest.raises(slimtensors.errors.MismatchError, match=r"small: none of its .* BertModel"):
         BertModel.from_pretrained(small)
+
+
+def test_a_compressed_config_says_how_to_load_it(tmp_path):
+    llama().save_pretrained(tmp_path / "dense")
+    compress_folder(tmp_path / "dense", tmp_path / "small")
+    section = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert "import slimtensors.transformers" in section["how_to_load"]
+    assert SlimConfig(**section).to_dict()["how_to_load"] == section["how_to_load"]
