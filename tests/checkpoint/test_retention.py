@@ -4,6 +4,8 @@ import contextlib
 import logging
 import os
 import shutil
+import tempfile
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import nn
 from slimtensors.checkpoint import (
     checkpointing,
     find_unreadable,
+    is_run,
     list_checkpoints,
     load_checkpoint,
     remove_checkpoint,
@@ -220,6 +223,29 @@ def test_a_manifest_that_cannot_be_opened_is_reported_and_stays(tmp_path):
     steps, first = save_steps(tmp_path, [1], base=None, keep_last=1)
     assert (steps, first) == ([4], 3)
     assert (tmp_path / "step-00000002" / "state.safetensors").is_file()
+
+
+@contextlib.contextmanager
+def without_privileges():
+    """Give up the rights of root, which ignores the modes of folders."""
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_without_permission_does_not_prevent_saves(tmp_path):
+    save_steps(tmp_path, [1, 1], keep_last=1)
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name)
+        run.chmod(0o777)
+        (run / "lost+found").mkdir(mode=0)  # in the root folder of a file system
+        with without_privileges():
+            assert save_steps(run, [1] * 3, keep_last=1, base=None) == ([3], 0)
+            assert save_steps(run, [1], keep_last=1, base=None) == ([4], 3)
+            assert is_run(run)
 
 
 def test_a_link_is_not_removed_as_a_checkpoint(tmp_path):

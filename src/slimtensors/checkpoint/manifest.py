@@ -164,7 +164,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if the folder contains a complete checkpoint."""
-    return (folder / MANIFEST).is_file()
+    try:
+        return (folder / MANIFEST).is_file()
+    except PermissionError:
+        return False
 
 
 def content_id(path: Path) -> str:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from slimtensors.checkpoint.store import (
     save_state,
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import StrPath, local_path, read_bytes
 from slimtensors.storage.atomic import (
     find_leftovers,
     lock_folder,
@@ -93,8 +94,10 @@ def find_mentioned(names: Iterable[str], run: Path, points: Sequence[Point]) -> 
 
     The files may be damaged; one of the checkpoints may be the base of a repairable one.
     """
-    files = (run / name / MANIFEST for name in names)
-    texts = [file.read_bytes() for file in files if file.is_file()]
+    texts = []
+    for name in names:
+        with suppress(FormatError, OSError):  # not a file, or not permitted
+            texts.append(read_bytes(run / name / MANIFEST))
     return {p.name for p in points if any(f'"{p.name}"'.encode() in text for text in texts)}
 
 
