@@ -11,7 +11,9 @@ import threading
 from enum import StrEnum
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 from checkpoint.manifests import edit_manifest
 from checkpoint.programs import run_program, start_program
 from reliability_tools import TESTS
@@ -24,6 +26,7 @@ from slimtensors.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     repair_run,
+    save_checkpoint,
     verify_run,
 )
 from slimtensors.cli import main
@@ -235,6 +238,28 @@ def test_invalid_options_raise(tmp_path):
     ):
         with pytest.raises(ConfigError):
             start_loop(Run(), tmp_path, **options)
+
+
+@pytest.mark.parametrize("convert", [np.int64, np.array, torch.tensor])
+def test_steps_and_epochs_are_integers_of_any_library(tmp_path, convert):
+    with start_loop(Run(), tmp_path, every=4, async_=False) as ckpt:
+        manifest = ckpt.step(convert(8), epoch=convert(2)).manifest
+    assert (type(manifest.step), manifest.step, manifest.epoch) == (int, 8, 2)
+    with start_loop(Run(), tmp_path) as ckpt:
+        assert ckpt.start == 8
+    state = {"step": convert(3), "epoch": convert(1)}
+    manifest = save_checkpoint(state, tmp_path / "other").manifest
+    assert (manifest.step, manifest.epoch) == (3, 1)
+
+
+@pytest.mark.parametrize("value", [-1, 4.0, "4", True, np.float32(4), torch.tensor(4.0)])
+def test_other_steps_and_epochs_raise(tmp_path, value):
+    with start_loop(Run(), tmp_path, every=1) as ckpt:
+        with pytest.raises(ConfigError, match="step must be an integer"):
+            ckpt.step(value)
+        with pytest.raises(ConfigError, match="epoch must be an integer"):
+            ckpt.step(epoch=value)
+    assert list_checkpoints(tmp_path) == []
 
 
 def read_json(schema, capsys):

@@ -19,7 +19,7 @@ from slimtensors.checkpoint.documents import MAX_BASES
 from slimtensors.checkpoint.integrity import is_ours
 from slimtensors.checkpoint.loop_folder import LoopFolder
 from slimtensors.checkpoint.manifest import is_checkpoint
-from slimtensors.checkpoint.metrics import check_metrics, read_metrics
+from slimtensors.checkpoint.metrics import check_metrics, read_count, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     DAMAGED,
@@ -297,7 +297,8 @@ class Checkpointing:
         was none or it runs in the background.
         """
         check_metrics(metrics)
-        self._done = self._done + 1 if step is None else step
+        completed = read_count("step", step)
+        self._done = self._done + 1 if completed is None else completed
         if self._saving is not None and self._saving.done():
             self.wait()
         if self._is_terminating:
@@ -313,7 +314,7 @@ class Checkpointing:
         then the checkpoint is replaced by one that has them too.
         """
         check_metrics(metrics)
-        numbers = read_metrics(metrics)
+        numbers, epoch = read_metrics(metrics), read_count("epoch", epoch)
         self.wait()
         old = self._newest
         if old and (old.manifest.step != self._done or not is_checkpoint(old.path)):

@@ -1,8 +1,10 @@
-"""Metrics of a training loop: scalars of any library, as floats."""
+"""Metrics, steps and epochs of a training loop: scalars of any library as plain numbers."""
 
+import operator
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from slimtensors.errors import ConfigError
@@ -32,6 +34,24 @@ def to_number(value: object) -> float | None:
     try:
         return float(item)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def read_count(name: str, value: object) -> int | None:
+    """Return a step or epoch as an int, or None; raise `ConfigError` for anything else."""
+    count = to_integer(value)
+    if value is not None and (count is None or count < 0):
+        raise ConfigError(f"{name} must be an integer >= 0, got {value!r}")
+    return count
+
+
+def to_integer(value: object) -> int | None:
+    """Return an integer of any library as an int; None for anything else, also for bool."""
+    if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
         return None
 
 

@@ -26,7 +26,7 @@ from slimtensors.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from slimtensors.checkpoint.metrics import read_metrics
+from slimtensors.checkpoint.metrics import read_metrics, to_integer
 from slimtensors.checkpoint.profiles import (
     WEIGHT_MATRICES,
     Filter,
@@ -279,10 +279,10 @@ def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOpti
 
 def _find_number(state: Mapping[str, Any], *keys: str) -> int | None:
     for key in keys:
-        value = state.get(key)
-        if type(value) is int:
+        value = to_integer(state.get(key))
+        if value is not None:
             if abs(value) >= 1 << 63:
-                raise ConfigError(f"{key} does not fit 64 bits: {str(value)[:40]}")
+                raise ConfigError(f"{key} does not fit 64 bits: {hex(value)[:40]}")
             return value
     return None
 
