@@ -311,6 +311,40 @@ def test_a_malformed_layout_is_ignored():
     assert equal_states(other.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (3, "expected a tensor, got int"),
+        (torch.ones(8, dtype=torch.complex64), "complex64 in the checkpoint, float32 in the model"),
+        (torch.ones(8).to_sparse(), "sparse_coo in the checkpoint, strided in the model"),
+        (torch.empty(8, device="meta"), "on the meta device"),
+    ],
+)
+def test_a_malformed_model_leaves_everything_unchanged(value, problem):
+    model, fresh = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = adamw(fresh.parameters())
+    state = copy_state(build_checkpoint(model, adamw(model.parameters())))
+    state["model"]["bias"] = value
+    before = copy_state(build_checkpoint(fresh, optimizer))
+    with pytest.raises(MismatchError, match=f"bias: {problem}"):
+        restore_checkpoint(state, fresh, optimizer)
+    assert equal_states(build_checkpoint(fresh, optimizer), before)
+
+
+@pytest.mark.parametrize("part", ["model", "rng"])
+def test_a_part_that_is_not_a_dict_raises(part):
+    state = copy_state(build_checkpoint(nn.Linear(2, 2)))
+    with pytest.raises(MismatchError, match=f"{part}: expected a dict, got int"):
+        restore_checkpoint({**state, part: 5}, nn.Linear(2, 2))
+
+
+def test_a_lazy_model_is_restored():
+    model, fresh = nn.LazyLinear(3), nn.LazyLinear(3)
+    model(torch.ones(1, 2))
+    restore_checkpoint(build_checkpoint(model), fresh)
+    assert equal_states(dict(model.state_dict()), dict(fresh.state_dict()))
+
+
 class Failing:
     """An object that changes before its loading fails."""
 
@@ -324,6 +358,20 @@ class Failing:
         self.at = state["at"]
         if self.at == 1:
             raise KeyError("no such worker")
+
+
+def test_an_undo_that_fails_is_reported_beside_the_error():
+    class Broken(Failing):
+        def load_state_dict(self, state):
+            raise RuntimeError("read-only")
+
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = copy_state(build_checkpoint(model, scheduler=Broken()))
+    before = copy_state(build_checkpoint(fresh))
+    with pytest.raises(MismatchError, match=r"^scheduler: .*RuntimeError: read-only") as caught:
+        restore_checkpoint(state, fresh, scheduler=Broken())
+    assert caught.value.__notes__ == ["scheduler: the previous state was not restored: read-only"]
+    assert equal_states(build_checkpoint(fresh), before)
 
 
 class Custom(nn.Linear):

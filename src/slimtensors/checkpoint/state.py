@@ -1,8 +1,7 @@
 """Training states: build one from live objects, check it, and restore it."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from slimtensors.checkpoint.names import fit_model_state, name_parameters, strip_saved_names
@@ -127,7 +127,7 @@ def restore_checkpoint(
     _check_named(
         model, models=models, optimizers=optimizers, schedulers=schedulers, scalers=scalers
     )
-    parts = _PartFinder(checkpoint)
+    parts = _PartFinder(_check_mapping("checkpoint", checkpoint))
     all_models = parts.find("model", model, models)
     all_optimizers = parts.find("optimizer", optimizer, optimizers)
     others = parts.find("scheduler", scheduler, schedulers)
@@ -151,7 +151,7 @@ def restore_checkpoint(
     steps += [LoadStep.of(part.label, part.object, part.state) for part in others]
     rng = checkpoint.get("rng") if rng_state else None
     if rng is not None:
-        check_rng(rng)
+        check_rng(_check_mapping("rng", rng))
         steps.append(LoadStep("rng", partial(restore_rng, rng), _remember_rng))
     # Last if possible: once it is checked, loading cannot fail, and no copy is needed to undo it.
     load_models = [
@@ -164,10 +164,9 @@ def restore_checkpoint(
 def _fit_optimizer(
     part: "_Part", layout: Mapping[str, Any], names: Mapping[int, str]
 ) -> OptimizerState:
-    if not isinstance(part.state, Mapping):
-        raise MismatchError(f"{part.label}: expected a dict, got {type(part.state).__name__}")
+    state = _check_mapping(part.label, part.state)
     try:
-        return fit_optimizer_state(part.state, layout, part.object, names)
+        return fit_optimizer_state(state, layout, part.object, names)
     except MismatchError as error:
         if part.label == "optimizer":
             raise
@@ -278,17 +277,33 @@ class LoadStep:
 
 def load_all(steps: Sequence[LoadStep]) -> None:
     """Run all steps; if one fails, undo them and raise `MismatchError` with its name."""
-    with ExitStack() as undo:
-        for step in steps:
-            undo.callback(step.remember())
-            try:
-                step.load()
-            except Exception as error:
-                raise MismatchError(
-                    f"{step.name}: loading the state failed, nothing was changed: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        undo.pop_all()
+    undo: list[tuple[str, Callable[[], object]]] = []
+    for step in steps:
+        undo.append((step.name, step.remember()))
+        try:
+            step.load()
+        except BaseException as error:
+            notes = _undo_all(reversed(undo))
+            if not isinstance(error, Exception):
+                raise
+            result = "" if notes else ", nothing was changed"
+            failure = MismatchError(
+                f"{step.name}: loading the state failed{result}: {type(error).__name__}: {error}"
+            )
+            for note in notes:
+                failure.add_note(note)
+            raise failure from error
+
+
+def _undo_all(steps: Iterable[tuple[str, Callable[[], object]]]) -> list[str]:
+    """Undo loaded states; return those for which that failed, with the reason."""
+    notes = []
+    for name, undo in steps:
+        try:
+            undo()
+        except Exception as error:
+            notes.append(f"{name}: the previous state was not restored: {error}")
+    return notes
 
 
 def has_own_loading(model: nn.Module) -> bool:
@@ -396,15 +411,37 @@ def _find_parameters(model: nn.Module, kind: str) -> Iterator[str]:
             yield from (f"{path}.{name}" if path else name for name, _ in parameters)
 
 
-def _check_model(label: str, state: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+def _check_model(label: str, state: object, model: nn.Module) -> Mapping[str, Any]:
     """Return the state under the names of the model; raise `MismatchError` if it does not fit."""
-    state, current = fit_model_state(label, state, model), model.state_dict()
+    state, current = fit_model_state(label, _check_mapping(label, state), model), model.state_dict()
     problems = [f"{name}: not in the model" for name in state if name not in current]
     problems += [f"{name}: not in the checkpoint" for name in current if name not in state]
-    for name, x in state.items():
-        y = current.get(name)
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-            shapes = f"{list(x.shape)} in the checkpoint, {list(y.shape)} in the model"
-            problems.append(f"{name}: {shapes}")
+    for name in [name for name in state if name in current]:
+        problem = _find_tensor_problem(state[name], current[name])
+        problems += [f"{name}: {problem}"] if problem else []
     raise_mismatch(label, problems)
+    return state
+
+
+def _find_tensor_problem(x: object, y: object) -> str:
+    """Return why a saved tensor `x` cannot be copied to `y` of a model, or an empty string."""
+    if not isinstance(y, Tensor):
+        return ""
+    if not isinstance(x, Tensor):
+        return f"expected a tensor, got {type(x).__name__}"
+    if x.is_meta:
+        return "on the meta device, without data"
+    if is_lazy(y):
+        return ""
+    pairs: list[tuple[object, object]] = [(list(x.shape), list(y.shape)), (x.layout, y.layout)]
+    if x.is_complex() != y.is_complex() or x.is_quantized != y.is_quantized:
+        pairs.append((x.dtype, y.dtype))
+    different = (pair for pair in pairs if pair[0] != pair[1])
+    problems = (f"{a} in the checkpoint, {b} in the model" for a, b in different)
+    return next(problems, "").replace("torch.", "")
+
+
+def _check_mapping(label: str, state: object) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise MismatchError(f"{label}: expected a dict, got {type(state).__name__}")
     return state
