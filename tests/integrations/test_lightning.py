@@ -113,6 +113,32 @@ def test_checkpoints_of_the_same_name_are_replaced(tmp_path):
     save_checkpoint({"x": torch.ones(1)}, tmp_path / "other")
 
 
+def test_leftovers_and_links_do_not_prevent_a_replacement(tmp_path):
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.randn(64, 64)}}
+    plugin.save_checkpoint({**state, "global_step": 0}, tmp_path / "0.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("0.ckpt")
+    save_checkpoint(state, tmp_path / "last.ckpt.new")  # left by a killed process
+    for step in (1, 2):
+        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / "last.ckpt")
+        assert plugin.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == step
+    assert plugin.load_checkpoint(tmp_path / "0.ckpt")["global_step"] == 0
+
+
+@pytest.mark.parametrize("base", ["auto", "chain"])
+def test_deltas_of_a_replaced_checkpoint_stay_readable(tmp_path, monkeypatch, base):
+    monkeypatch.setattr("slimtensors.checkpoint.run._MAX_DELTA_RATIO", 10.0)
+    plugin = SlimCheckpointIO(base=base)
+    weight = torch.randn(64, 64)
+    for step, name in enumerate(("best", "1", "2", "last", "best")):
+        state = {"state_dict": {"w": weight + step}, "global_step": step}
+        plugin.save_checkpoint(state, tmp_path / f"{name}.ckpt")
+    assert verify_run(tmp_path)
+    for step, name in ((1, "1"), (2, "2"), (3, "last"), (4, "best")):
+        state = load_checkpoint(tmp_path / f"{name}.ckpt")
+        assert same_bits(state["state_dict"]["w"], weight + step)
+
+
 def test_a_damaged_base_is_not_used(tmp_path, caplog):
     plugin = SlimCheckpointIO()
     state = {"state_dict": {"w": torch.randn(64, 64)}}

@@ -21,6 +21,7 @@ from slimtensors.checkpoint.store import (
     Saved,
     SaveOptions,
     StoredState,
+    flatten_in_place,
     save_state,
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError
@@ -270,6 +271,19 @@ def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
         base = by_name[name].manifest.base
         pending += [base.name] if base else []
     return found
+
+
+def flatten_deltas(folder: Path, *, threads: int | None = None) -> None:
+    """Save all deltas of a checkpoint in full, so that it can be replaced or removed."""
+    points = list_checkpoints(folder.parent)
+    bases = {point.name: include_bases([point.name], points) - {point.name} for point in points}
+    deltas = [point for point in points if folder.name in bases[point.name]]
+    # Those with the longest chain first: a flattened checkpoint is a base of nothing.
+    for point in sorted(deltas, key=lambda point: len(bases[point.name]), reverse=True):
+        try:
+            flatten_in_place(point.path, threads=threads)
+        except (FormatError, MismatchError) as error:
+            _log.warning("%s: unusable checkpoint left as it is: %s", point.path, error)
 
 
 HISTORY = "history"

@@ -125,14 +125,25 @@ def load_checkpoint(
 
 def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Saved:
     """Write a copy of a checkpoint that needs no base."""
-    stored = StoredState(local_path(path))
-    state = FlatState.of(stored.load_state(threads=threads))
+    return _flatten(local_path(path), target, SaveOptions(threads=threads))
+
+
+def flatten_in_place(folder: Path, *, threads: int | None = None) -> Saved:
+    """Replace a checkpoint by a copy that needs no base; additional files in it stay."""
+    others = (path for path in folder.iterdir() if path.name not in (STATE, MANIFEST))
+    files = {path.name: path.read_bytes() for path in others if path.is_file()}
+    return _flatten(folder, folder, SaveOptions(files=files, threads=threads, replace=True))
+
+
+def _flatten(folder: Path, target: StrPath, options: "SaveOptions") -> Saved:
+    stored = StoredState(folder)
+    state = FlatState.of(stored.load_state(threads=options.threads))
     content = _Content(
         _source_with_copies(state),
         profile=stored.manifest.profile,
         errors=stored.manifest.errors,
     )
-    return _write(state, target, content, SaveOptions(threads=threads))
+    return _write(state, target, content, options)
 
 
 @dataclass(frozen=True)

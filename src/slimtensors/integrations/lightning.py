@@ -15,12 +15,13 @@ from slimtensors.checkpoint.run import (
     count_since_keyframe,
     find_mentioned,
     find_unreadable,
+    flatten_deltas,
     include_bases,
     save_with_base,
 )
 from slimtensors.checkpoint.store import FlatState, SaveOptions
 from slimtensors.errors import ConfigError
-from slimtensors.storage import local_path, replace_folder
+from slimtensors.storage import local_path
 from slimtensors.storage.atomic import remove_folder, write_file_atomically
 
 _REMOVED = "unwanted"
@@ -61,13 +62,16 @@ class SlimCheckpointIO(CheckpointIO):
         """Write a checkpoint; replace one of the same name when the new one is complete."""
         if storage_options is not None:
             raise ConfigError("SlimCheckpointIO does not support storage_options")
-        target = local_path(path)
-        new = target.with_name(f"{target.name}.new") if target.exists() else target
+        target, state = local_path(path), FlatState.of(checkpoint)
+        if target.is_symlink():
+            target.unlink()  # made by save_last="link"; the checkpoint that it leads to stays
+        if target.is_dir():
+            flatten_deltas(target, threads=self._threads)
         base = self._next_base(target) if target.parent.is_dir() else None
-        options = SaveOptions(base.path if base else None, self._profile, threads=self._threads)
-        save_with_base(FlatState.of(checkpoint), new, options)
-        if new != target:
-            replace_folder(new, target)
+        options = SaveOptions(
+            base.path if base else None, self._profile, threads=self._threads, replace=True
+        )
+        save_with_base(state, target, options)
 
     def load_checkpoint(
         self,
