@@ -117,7 +117,15 @@ def change_form(form: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                     yield f"config {key}.{name}={str(other)[:20]}", {**form, "config": config}
     for shape in ([], [0], [48], [64, 48], [47, 64], [48, 65], [1, 48, 64], [2**20, 2**20]):
         yield f"shape {shape}", {**form, "shape": shape}
-    for dtype in ("float64", "int8", "complex64", "qint8", "bool", "float8_e4m3fn"):
+    for dtype in (
+        "float64",
+        "int8",
+        "complex64",
+        "qint8",
+        "bool",
+        "float8_e4m3fn",
+        "float4_e2m1fn_x2",
+    ):
         yield f"dtype {dtype}", {**form, "dtype": dtype}
     for kind in KINDS.values():
         yield "other kind", {**kind(matrix()).form()}

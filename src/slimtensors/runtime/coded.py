@@ -34,7 +34,16 @@ from slimtensors.codecs.protocol import check_part_names
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.convert import Compression
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Parts, Spec, allocate, ceil_div, scratch
+from slimtensors.tensor import (
+    KERNEL_FLOATS,
+    QUANTIZED_DTYPES,
+    Json,
+    Parts,
+    Spec,
+    allocate,
+    ceil_div,
+    scratch,
+)
 
 _MAX_LEAVES = 16
 
@@ -139,7 +148,7 @@ class CodedTensor(CompressedTensor):
         indices = list(_list_indices(self.config.tree))
         if sorted(indices) != list(range(len(self.parts()))):
             raise CorruptFileError(f"expected each leaf once in the tree of codecs, got {indices}")
-        is_cast = encoded.spec.dtype.is_floating_point and self.dtype.is_floating_point
+        is_cast = {encoded.spec.dtype, self.dtype} <= {*KERNEL_FLOATS, torch.float64}
         if encoded.spec.shape != tuple(self.shape) or not (
             is_cast or encoded.spec.dtype is self.dtype
         ):
