@@ -55,7 +55,7 @@ NUMPY = [
     *(kind(1) for kind in (np.int8, np.int16, np.int32, np.int64, np.intc, np.float16)),
     *(kind(1) for kind in (np.uint8, np.uint16, np.uint32, np.uint64, np.float32, np.float64)),
     *(kind(1) for kind in (np.complex64, np.complex128, np.bool_, np.longdouble, np.clongdouble)),
-    *(np.str_("x"), np.bytes_(b"x"), np.void(b"abc"), np.datetime64("NaT"), np.timedelta64(1, "D")),
+    *(np.str_("x"), np.bytes_(b"x"), np.void(b"abc"), np.datetime64("NaT", "s"), np.timedelta64(1, "D")),
     *(np.array(1), np.array([]), np.zeros((0, 3)), np.zeros((2, 0, 3), ">i2"), np.array("x")),
     *(np.asfortranarray(np.ones((2, 3))), np.arange(6)[::-1], np.array([1], np.ulonglong)),
     *(np.arange(3).astype("U"), np.array([1, None]), np.array([1 + 1j], ">c8")),
