@@ -92,6 +92,27 @@ def test_tensors_may_become_equal_and_different_in_a_run(tmp_path, base):
     assert verify_run(tmp_path)
 
 
+@pytest.mark.parametrize("is_first_tied", [False, True])
+@pytest.mark.parametrize("has_base", [False, True])
+def test_a_tensor_with_tied_names_may_equal_another(tmp_path, has_base, is_first_tied):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    if is_first_tied:
+        model[1].weight = model[0].weight
+    average = copy.deepcopy(model)
+    average[1].weight = average[0].weight
+    base = tmp_path / "base" if has_base else None
+    if base:
+        save_checkpoint(build_checkpoint(model), base)
+    state = build_checkpoint(model, extra={"average": average})
+    save_checkpoint(state, tmp_path / "a", base=base)
+    back = load_checkpoint(tmp_path / "a")
+    assert equal_states(back["model"], state["model"])
+    assert equal_states(back["average"], state["average"])
+    assert back["average"]["0.weight"] is back["average"]["1.weight"]
+    assert back["average"]["0.weight"].data_ptr() != back["model"]["0.weight"].data_ptr()
+    assert verify_run(tmp_path)
+
+
 @pytest.mark.parametrize("profile", ["exact", "optimizer-bf16", "optimizer", "all"])
 @pytest.mark.parametrize("has_base", [False, True])
 def test_only_exact_tensors_are_stored_once(tmp_path, profile, has_base):

@@ -1,6 +1,6 @@
 """Find tensors with the same bits in different memory, which are stored once."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -17,11 +17,12 @@ _SAMPLES, _SAMPLE_BYTES = 4, 256
 Key = TypeVar("Key", bound=Hashable)
 
 
-def find_copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return {name: name of an earlier tensor with equal dtype, shape and bits}.
+def find_copies(tensors: Mapping[str, Tensor], shared: Collection[str] = ()) -> dict[str, str]:
+    """Return {name: name of another tensor with equal dtype, shape and bits}.
 
-    Tensors that share memory must be listed once. Almost all comparisons end after samples of a
-    tensor; the rest of it is read only if another tensor has the same samples.
+    Tensors that share memory must be listed once. Those in `shared`, to which other names are
+    tied, may have copies, but are not copies themselves. Almost all comparisons end after samples
+    of a tensor; the rest of it is read only if another tensor has the same samples.
     """
     plain = [
         (name, x)
@@ -32,17 +33,22 @@ def find_copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for group in _group(((x.dtype, x.shape, x.device), name) for name, x in plain):
         for similar in _group((_read_samples(tensors[name]), name) for name in group):
             for equal in _group((_checksum(tensors[name]), name) for name in similar):
-                _match(equal, tensors, found)
+                _match(equal, tensors, shared, found)
     return found
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def _match(names: list[str], tensors: Mapping[str, Tensor], found: dict[str, str]) -> None:
+def _match(
+    names: list[str],
+    tensors: Mapping[str, Tensor],
+    shared: Collection[str],
+    found: dict[str, str],
+) -> None:
     """Compare tensors of one checksum bit by bit."""
-    homes: dict[str, int] = {}
-    for name in names:
+    homes = {name: 0 for name in names if name in shared}
+    for name in [name for name in names if name not in shared]:
         for home, count in homes.items():
             if count < MAX_COPIES and bitwise_equal(_plain(tensors[name]), _plain(tensors[home])):
                 found[name] = home

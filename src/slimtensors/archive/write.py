@@ -171,6 +171,7 @@ class ArchiveSource:
 
     def with_copies(self, copies: Mapping[str, str]) -> "ArchiveSource":
         """Return the source with some of its items stored as copies of others."""
+        assert copies.keys().isdisjoint(self.tied.values()), "a copy has tied names"
         items = [item for item in self.items if item.name not in copies]
         return replace(self, items=items, copies=copies)
 

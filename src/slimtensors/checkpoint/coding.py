@@ -93,7 +93,8 @@ class StateEncoder:
         plain = source_from_tensors(self.tensors, tree)
         if self.stores_copies_once:
             names = [item.name for item in plain.items if not self._is_lossy(self.infos[item.name])]
-            plain = plain.with_copies(find_copies({name: self.tensors[name] for name in names}))
+            exact = {name: self.tensors[name] for name in names}
+            plain = plain.with_copies(find_copies(exact, set(plain.tied.values())))
         self.homes.update({**plain.tied, **plain.copies})
         entries: dict[str, Json] = {}
 

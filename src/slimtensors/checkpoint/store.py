@@ -222,7 +222,8 @@ def _source_with_copies(state: FlatState, rounded: Collection[str] = ()) -> Arch
     """Return the tensors of a state; exact ones with the same bits are stored once."""
     source = source_from_tensors(state.tensors, state.tree)
     names = [item.name for item in source.items if item.name not in rounded]
-    return source.with_copies(find_copies({name: state.tensors[name] for name in names}))
+    exact = {name: state.tensors[name] for name in names}
+    return source.with_copies(find_copies(exact, set(source.tied.values())))
 
 
 @dataclass(frozen=True)
