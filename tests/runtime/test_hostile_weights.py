@@ -1,6 +1,7 @@
 """Hostile files of `torch.save`: `rebuild` is a safe global and gets whatever they contain."""
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,29 @@ def test_slices_and_parameters_still_load(kind, tmp_path):
         torch.save(rows, tmp_path / "rows.pt")
         loaded = torch.load(tmp_path / "rows.pt", weights_only=True)
         assert same_bits(loaded.dequantize(), rows.dequantize())
+
+
+def test_torch_names_the_module_to_import(tmp_path):
+    """The name in the file is all that a process without this package can show."""
+    torch.save(CsrTensor.from_dense(matrix()), tmp_path / "w.pt")
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL slimtensors\.runtime\.rebuild "):
+            torch.load(tmp_path / "w.pt", weights_only=True)
+    finally:
+        torch.serialization.add_safe_globals(known)
+
+
+def test_files_with_the_earlier_name_load(tmp_path, monkeypatch):
+    weight = CsrTensor.from_dense(matrix())
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "__module__", "slimtensors.tensors.compressed")
+        torch.save(weight, tmp_path / "w.pt")
+    assert b"slimtensors.tensors.compressed" in (tmp_path / "w.pt").read_bytes()
+    for weights_only in (True, False):
+        loaded = torch.load(tmp_path / "w.pt", weights_only=weights_only)
+        assert same_bits(loaded.dequantize(), weight.dequantize())
 
 
 @pytest.mark.parametrize("kind", ["csr", "sparse", "sparse int8", "coded"])

@@ -320,8 +320,9 @@ def _rebuild(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> Compresse
     return cls(parts, cls.parse_config(form["config"]), Spec.from_json(form))
 
 
-rebuild.__module__ = "slimtensors.tensors.compressed"  # in files of torch.save; never changes
-torch.serialization.add_safe_globals([rebuild])
+rebuild.__module__ = "slimtensors.runtime"
+"""In files of `torch.save`, and in the message of `torch.load` if this module is not imported."""
+torch.serialization.add_safe_globals([rebuild, (rebuild, "slimtensors.tensors.compressed.rebuild")])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
