@@ -261,9 +261,9 @@ def test_diff_reports_how_much_the_base_matches(tmp_path, capsys):
     assert (found["tensors"], found["matched"]) == (2, 1)
     words = ["diff", tmp_path / "base", "--base", tmp_path / "empty"]
     slimtensors.save({"z": torch.zeros(3)}, tmp_path / "empty")
-    assert run(*words, "-o", tmp_path / "c", "-f") == 1
+    assert run(*words, "-o", tmp_path / "c") == 1
     assert "have little in common: 0 of 1 tensors" in capsys.readouterr().err
-    assert run(*words, "-o", tmp_path / "c", "--unrelated") == 0
+    assert run(*words, "-o", tmp_path / "c", "--force") == 0
 
 
 def test_json_has_no_numbers_that_json_lacks(capsys):

@@ -158,7 +158,7 @@ class BaseMatch:
             raise MismatchError(
                 f"{self.new} and {self.base} have little in common: {self} in name, dtype and"
                 " shape; use another base, compress the model instead, or pass unrelated=True"
-                " (--unrelated)"
+                " (--force)"
             )
 
     def to_json(self) -> Json:

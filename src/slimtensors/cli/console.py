@@ -38,12 +38,17 @@ def add_source(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://...)")
 
 
-def add_target(verb: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add the options of verbs that write: --output, --force, --quiet."""
+def add_target(
+    verb: argparse.ArgumentParser,
+    *,
+    required: bool = True,
+    force: str = "replace an existing target",
+) -> None:
+    """Add the options of verbs that write: --output, --force with this help, --quiet."""
     verb.add_argument(
         "-o", "--output", required=required, help="file or folder to write, or a URL (s3://...)"
     )
-    verb.add_argument("-f", "--force", action="store_true", help="replace an existing target")
+    verb.add_argument("-f", "--force", action="store_true", help=force)
     verb.add_argument("-q", "--quiet", action="store_true", help="print errors only")
 
 

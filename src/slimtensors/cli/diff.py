@@ -20,10 +20,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     console.add_source(verb)
     verb.add_argument("--base", required=True, help="the base model")
-    console.add_target(verb)
-    verb.add_argument(
-        "--unrelated", action="store_true", help="accept a base that has other tensors"
-    )
+    console.add_target(verb, force="replace an existing target, accept an unrelated base")
     console.add_threads(verb)
     console.add_json(verb)
 
@@ -43,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
                 archive,
                 base,
                 options.output,
-                unrelated=options.unrelated,
+                unrelated=options.force,
                 threads=options.threads,
                 progress=bar,
             )
