@@ -23,7 +23,7 @@ from slimtensors.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
 )
-from slimtensors.checkpoint.integrity import RunIntegrity
+from slimtensors.checkpoint.loop_folder import RunIntegrity
 from slimtensors.checkpoint.manifest import read_manifest
 from slimtensors.checkpoint.run import Retention
 from slimtensors.errors import ConfigError, FormatError, MismatchError

@@ -16,10 +16,8 @@ from torch import nn
 
 from slimtensors.archive import inspect
 from slimtensors.checkpoint.documents import MAX_BASES
-from slimtensors.checkpoint.integrity import is_ours
-from slimtensors.checkpoint.loop_folder import LoopFolder
-from slimtensors.checkpoint.manifest import is_checkpoint
-from slimtensors.checkpoint.metrics import check_metrics, read_count, read_metrics
+from slimtensors.checkpoint.loop_folder import LoopFolder, is_ours
+from slimtensors.checkpoint.manifest import check_metrics, is_checkpoint, read_count, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     DAMAGED,

@@ -1,11 +1,16 @@
-"""Manifest of a checkpoint: `checkpoint.json`, which makes it complete."""
+"""Manifest of a checkpoint: `checkpoint.json`, which makes it complete, and numbers for it."""
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from slimtensors.checkpoint.documents import (
     Fields,
@@ -16,7 +21,7 @@ from slimtensors.checkpoint.documents import (
     read_document,
     seal,
 )
-from slimtensors.errors import CorruptFileError, FormatError, report_malformed
+from slimtensors.errors import ConfigError, CorruptFileError, FormatError, report_malformed
 from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json
@@ -180,3 +185,56 @@ def content_id(path: Path) -> str:
     for entry in file.header.entries.values():
         digest.update(file.read(entry, 16))
     return digest.hexdigest()[:32]
+
+
+def check_metrics(metrics: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for a metric that is not a scalar; do not wait for a device."""
+    for name, value in metrics.items():
+        is_deferred = isinstance(value, Tensor) and not value.is_cpu
+        if not _is_scalar(value) or not (is_deferred or to_number(value) is not None):
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            kind = type(value).__name__
+            raise ConfigError(f"metric {name!r} must be a number, got {kind}{shape}")
+
+
+def read_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    """Return all metrics that are scalars as floats."""
+    numbers = {str(name): to_number(value) for name, value in metrics.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
+
+
+def to_number(value: object) -> float | None:
+    """Return a scalar as a float: a number, a tensor or an array of one item; else None."""
+    if not _is_scalar(value):
+        return None
+    item = value.item() if isinstance(value, Tensor | np.ndarray) else value
+    try:
+        return float(item)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def read_count(name: str, value: object) -> int | None:
+    """Return a step or epoch as an int, or None; raise `ConfigError` for anything else."""
+    count = to_integer(value)
+    if value is not None and (count is None or count < 0):
+        raise ConfigError(f"{name} must be an integer >= 0, got {value!r}")
+    return count
+
+
+def to_integer(value: object) -> int | None:
+    """Return an integer of any library as an int; None for anything else, also for bool."""
+    if isinstance(value, bool | np.bool_) or getattr(value, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return hasattr(value, "__float__") and not isinstance(value, str | np.complexfloating)

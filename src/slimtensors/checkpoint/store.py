@@ -24,9 +24,10 @@ from slimtensors.checkpoint.manifest import (
     content_id,
     is_checkpoint,
     read_manifest,
+    read_metrics,
+    to_integer,
     write_manifest,
 )
-from slimtensors.checkpoint.metrics import read_metrics, to_integer
 from slimtensors.checkpoint.profiles import (
     WEIGHT_MATRICES,
     Filter,

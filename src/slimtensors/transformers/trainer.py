@@ -12,9 +12,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from slimtensors.checkpoint import list_checkpoints, load_checkpoint
-from slimtensors.checkpoint.integrity import RunIntegrity
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
-from slimtensors.checkpoint.metrics import read_metrics
+from slimtensors.checkpoint.loop_folder import RunIntegrity
+from slimtensors.checkpoint.manifest import read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import Retention, select_resumable
 from slimtensors.checkpoint.state import Stateful, restore_rng
