@@ -356,10 +356,10 @@ def test_an_unreadable_checkpoint_is_kept_and_reported(tmp_path, caplog, capsys,
     assert repair_run(folder) == [LEFTOVER]
     assert main(["repair", str(folder), "--json"]) == 0
     assert list(read_json("repair", capsys)["left"]) == [name]
-    assert main(["repair", str(folder)]) == 0
-    assert f"{name}: unreadable, left as it is" in capsys.readouterr().err
-
-    caplog.clear()
+    for options in ([], ["--delete"]):
+        assert main(["repair", str(folder), *options]) == 0
+        assert f"{name}: unreadable, left as it is" in capsys.readouterr().err
+    assert "left as it is" not in caplog.text  # printed once, not logged as well
     run = Run()
     with start_loop(run, folder, every=1, keep_last=1) as ckpt:
         start = ckpt.start

@@ -264,6 +264,10 @@ class Checkpointing:
         with ExitStack() as stack:
             stack.enter_context(lock_folder(self.run))
             remove_incomplete(self.run)
+            for name, problem in find_unreadable(self.run).items():
+                _log.warning(
+                    "%s: unreadable checkpoint left as it is: %s", self.run / name, problem
+                )
             self._resume()
             self._pool = ThreadPoolExecutor(1, "slimtensors-checkpoint")
             stack.callback(self._pool.shutdown)

@@ -161,8 +161,8 @@ def find_incomplete(run: StrPath) -> list[str]:
 def repair_run(run: StrPath) -> list[str]:
     """Remove temporary folders of interrupted saves, and return their names.
 
-    Everything else stays, also temporary folders in use. Unreadable checkpoints (see
-    `find_unreadable`) are logged as warnings.
+    Everything else stays: temporary folders in use, and unreadable checkpoints, which
+    `find_unreadable` lists.
     """
     folder = local_path(run)
     with lock_folder(folder):
@@ -171,10 +171,7 @@ def repair_run(run: StrPath) -> list[str]:
 
 def remove_incomplete(run: Path) -> list[str]:
     """Repair a run that the caller has locked; see `repair_run`."""
-    removed = [path.name for path in find_leftovers(run) if remove_unlocked(path)]
-    for name, problem in find_unreadable(run).items():
-        _log.warning("%s: unreadable checkpoint left as it is: %s", run / name, problem)
-    return removed
+    return [path.name for path in find_leftovers(run) if remove_unlocked(path)]
 
 
 def _find_damage(point: Point, threads: int | None) -> str:
