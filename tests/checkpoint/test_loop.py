@@ -240,6 +240,18 @@ def test_invalid_options_raise(tmp_path):
             start_loop(Run(), tmp_path, **options)
 
 
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_save_outside_of_the_with_statement_raises(tmp_path, async_):
+    ckpt = start_loop(Run(), tmp_path, every=1, async_=async_)
+    with pytest.raises(ConfigError, match="with statement"):
+        ckpt.step()
+    with ckpt:
+        pass
+    with pytest.raises(ConfigError, match="with statement"):
+        ckpt.save()
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("convert", [np.int64, np.array, torch.tensor])
 def test_steps_and_epochs_are_integers_of_any_library(tmp_path, convert):
     with start_loop(Run(), tmp_path, every=4, async_=False) as ckpt:

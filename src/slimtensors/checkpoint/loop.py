@@ -255,6 +255,8 @@ class Checkpointing:
         """The checkpoint of the last saved or resumed step."""
         self._has_saved = False
         self._snapshot = Snapshot()
+        self._pool: ThreadPoolExecutor | None = None
+        """The thread that saves, while the run is locked."""
         self._saving: Future[Saved] | None = None
         self._is_terminating = False
         self._stack = ExitStack()
@@ -270,7 +272,7 @@ class Checkpointing:
                 )
             self._resume()
             self._pool = ThreadPoolExecutor(1, "slimtensors-checkpoint")
-            stack.callback(self._pool.shutdown)
+            stack.callback(self._stop_thread, self._pool)
             self._handle_sigterm(stack)
             self._stack = stack.pop_all()
         return self
@@ -315,6 +317,8 @@ class Checkpointing:
         If the step was saved already, nothing is written, unless the metrics or the epoch are new:
         then the checkpoint is replaced by one that has them too.
         """
+        if self._pool is None:
+            raise ConfigError("checkpointing(...) saves only inside of its with statement")
         check_metrics(metrics)
         numbers, epoch = read_metrics(metrics), read_count("epoch", epoch)
         self.wait()
@@ -432,6 +436,10 @@ class Checkpointing:
                 )
         older = [point for point in points if (point.manifest.step or 0) <= self.start]
         self._folder.count_since_keyframe(older)
+
+    def _stop_thread(self, pool: ThreadPoolExecutor) -> None:
+        pool.shutdown()
+        self._pool = None
 
     def _handle_sigterm(self, stack: ExitStack) -> None:
         """Set a flag on SIGTERM unless a handler is installed."""
