@@ -21,6 +21,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
 """
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from json import JSONDecodeError
@@ -140,6 +141,15 @@ def _explain_malformed(error: Exception) -> str:
         case RecursionError():
             return "nested too deeply"
     return f"malformed: {repr(error)[:200]}"
+
+
+def describe_error(error: Exception) -> str:
+    """Return the message of an error; that of a system error without its number: path, reason."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if path is not None]
+    reason = error.strerror[:1].lower() + error.strerror[1:]
+    return f"{' and '.join(paths)}: {reason}" if paths else reason
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

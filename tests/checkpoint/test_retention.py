@@ -22,6 +22,7 @@ from slimtensors.checkpoint import (
     load_checkpoint,
     remove_checkpoint,
     save_checkpoint,
+    verify_run,
 )
 from slimtensors.checkpoint.loop_folder import RunIntegrity
 from slimtensors.checkpoint.manifest import read_manifest
@@ -219,7 +220,9 @@ def test_a_manifest_that_cannot_be_opened_is_reported_and_stays(tmp_path):
     manifest = tmp_path / "step-00000002" / "checkpoint.json"
     manifest.unlink()
     manifest.symlink_to(manifest)
-    assert "symbolic links" in find_unreadable(tmp_path)["step-00000002"]
+    reason = f"{manifest}: too many levels of symbolic links"
+    assert find_unreadable(tmp_path) == {"step-00000002": reason}
+    assert verify_run(tmp_path).damaged == {"step-00000002": reason}
     steps, first = save_steps(tmp_path, [1], base=None, keep_last=1)
     assert (steps, first) == ([4], 3)
     assert (tmp_path / "step-00000002" / "state.safetensors").is_file()

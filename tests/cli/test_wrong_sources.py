@@ -59,6 +59,7 @@ KINDS = {
     "gguf": ["q4.gguf"],
     "lora": ["LoRA adapter", "lora/adapter_model.safetensors"],
     "empty": ["contains no files"],
+    "no-weights/config.json": ["not an index of shards ('weight_map' not found)"],
     "no-weights": ["no safetensors files found; the folder contains config.json"],
     "pipeline": ["slimtensors compress pipeline/unet -o OUT/unet"],
     "outer": ["inner"],

@@ -29,7 +29,7 @@ from slimtensors.checkpoint.run import (
     select_resumable,
 )
 from slimtensors.checkpoint.store import STATE, Saved, StoredState
-from slimtensors.errors import FormatError, MismatchError, UnsupportedVersionError
+from slimtensors.errors import FormatError, MismatchError, UnsupportedVersionError, describe_error
 from slimtensors.parallel import Workers
 from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import remove_folder, sync_folder
@@ -63,7 +63,7 @@ class RunIntegrity:
             try:
                 problem = self._verify(point)
             except (FormatError, MismatchError, OSError) as error:
-                problem = str(error)
+                problem = describe_error(error)
             if problem:
                 _log.warning("%s: unusable checkpoint left as it is: %s", point.path, problem)
             self.record(point, problem)

@@ -24,7 +24,7 @@ from slimtensors.checkpoint.store import (
     flatten_in_place,
     save_state,
 )
-from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.errors import ConfigError, FormatError, MismatchError, describe_error
 from slimtensors.storage import StrPath, local_path, read_bytes
 from slimtensors.storage.atomic import (
     find_leftovers,
@@ -140,7 +140,7 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
         try:
             problem = _find_damage(point, threads)
         except (FormatError, MismatchError, OSError) as error:
-            problem = str(error)
+            problem = describe_error(error)
         if problem and point.path.exists():  # else removed by another process in the meantime
             damaged[point.name] = problem
     for point in found:
@@ -204,7 +204,7 @@ def _find_manifest_error(folder: Path) -> str:
     except FileNotFoundError:  # removed by another process in the meantime
         return ""
     except (FormatError, OSError) as error:
-        return str(error)
+        return describe_error(error)
     return ""
 
 

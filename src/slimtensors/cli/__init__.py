@@ -1,7 +1,6 @@
 """The command line: one file per verb, imported when the verb is used."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -9,7 +8,13 @@ from types import ModuleType
 
 import slimtensors
 from slimtensors.cli.streams import PREFIX, escape_output
-from slimtensors.errors import FormatError, MismatchError, MissingDependencyError, SlimError
+from slimtensors.errors import (
+    FormatError,
+    MismatchError,
+    MissingDependencyError,
+    SlimError,
+    describe_error,
+)
 
 VERBS = {
     "compress": "compress a safetensors file or a model folder",
@@ -55,7 +60,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stderr.close()  # stdout is closed; without this, Python prints a warning at exit
         return 0
     except OSError as error:
-        return _fail(_describe(error), USAGE)
+        return _fail(describe_error(error), USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
 
@@ -87,15 +92,6 @@ def parser(complete: Sequence[str | None] = tuple(VERBS)) -> argparse.ArgumentPa
 
 def _import_verb(name: str) -> ModuleType:
     return import_module(f"{__name__}.{name}")
-
-
-def _describe(error: OSError) -> str:
-    """Return the path and the reason, without the number of the error."""
-    if error.strerror is None:
-        return str(error)
-    paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if path is not None]
-    reason = error.strerror[:1].lower() + error.strerror[1:]
-    return f"{' and '.join(paths)}: {reason}" if paths else reason
 
 
 def _fail(message: object, code: int) -> int:

@@ -270,7 +270,9 @@ def parse_index(text: bytes, index: str) -> dict[str, list[str]]:
     try:
         for name, file in json.loads(text)["weight_map"].items():
             shards.setdefault(file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise CorruptFileError(f"{index}: not an index of shards ({error} not found)") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{index}: invalid index of shards: {error!r}") from error
     if not shards:
         raise CorruptFileError(f"{index}: the index lists no files")
