@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reliability_tools import edit_manifest
+from safetensors.torch import load_file
 from strategies import bits, same_bits
 from torch import nn
 
@@ -105,6 +106,19 @@ def test_a_copy_of_an_archive_keeps_its_copies(tmp_path):
     bounds = {t.name: t.bound for t in archive.bounds().tensors}
     assert bounds["b"] is bounds["d"] is None
     assert bounds["a"] > 1
+
+
+def test_files_for_other_programs_contain_every_copy(tmp_path):
+    tensors, _ = write_copies(tmp_path / "x.safetensors")
+    archive = slimtensors.open(tmp_path / "x.safetensors")
+    slimtensors.decompress(archive, tmp_path / "plain.safetensors")
+    slimtensors.save(archive, tmp_path / "ct.safetensors", dialect="compressed-tensors")
+    for name in ("plain", "ct"):
+        path = tmp_path / f"{name}.safetensors"
+        found = load_file(path)
+        assert found.keys() == {"a", "b", "c"}
+        assert same_bits(found["b"], tensors["b"])
+        assert slimtensors.load(path).keys() == tensors.keys()
 
 
 def test_a_reader_of_version_1_refuses_a_file_with_copies(tmp_path):

@@ -52,7 +52,8 @@ def decompress(
     options = WriteOptions(
         preset="dense", threads=threads, progress=progress, storage_options=storage_options
     )
-    source_of_file = make_exact_file(as_source(archive), find_originals(archive), target, options)
+    plain = as_source(archive).expand_copies()
+    source_of_file = make_exact_file(plain, find_originals(archive), target, options)
     return write(source_of_file, target, options).summary()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from slimtensors.archive import dialects
-from slimtensors.archive.dialects import KEY, Dialect, FileManifest, PackedTensor
+from slimtensors.archive.dialects import KEY, Dialect, FileManifest, PackedTensor, slim
 from slimtensors.archive.originals import find_originals, store_originals
 from slimtensors.archive.read import Archive, Progress
 from slimtensors.archive.summary import Summary, TensorSummary
@@ -175,6 +175,12 @@ class ArchiveSource:
         items = [item for item in self.items if item.name not in copies]
         return replace(self, items=items, copies=copies)
 
+    def expand_copies(self) -> "ArchiveSource":
+        """Return the source with all copies as items, for files that other programs read."""
+        items = {item.name: item for item in self.items}
+        extra = [replace(items[home], name=name) for name, home in self.copies.items()]
+        return replace(self, items=[*self.items, *extra], copies={})
+
 
 def as_source(tensors: Mapping[str, Any] | Archive) -> ArchiveSource:
     """Return the source for a state dict or an open archive; raise if a value cannot be stored."""
@@ -278,6 +284,8 @@ def _check_tensor(name: str, value: Tensor) -> object:
 def write(source: ArchiveSource, path: StrPath, options: WriteOptions) -> "WriteResult":
     """Write `source` to a file, or to a folder if `path` is one or a shard size is set."""
     dialect = dialects.find(options.dialect)
+    if dialect.name != slim.NAME:
+        source = source.expand_copies()
     encoder = _Encoder(options.chooser(), dialect, options.progress)
     location = locate(path, storage_options=options.storage_options)
     limit = parse_size(options.max_shard_size)

@@ -199,7 +199,7 @@ def decompress_with(
 
 
 def _make_plain(archive: Archive) -> ArchiveSource:
-    return replace_fields(as_source(archive), originals=None)
+    return replace_fields(as_source(archive).expand_copies(), originals=None)
 
 
 def is_model_folder(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> bool:
