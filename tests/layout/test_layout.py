@@ -210,7 +210,12 @@ def test_importing_loads_nothing_but_torch_and_safetensors():
 def test_help_loads_neither_torch_nor_a_verb():
     code = "from slimtensors.cli import parser; parser([]).format_help()"
     loaded = {name for name in loaded_by(code) if name.startswith(("slimtensors.", "torch"))}
-    light = ("slimtensors._moved", "slimtensors.cli", "slimtensors.cli.streams", "slimtensors.errors")
+    light = (
+        "slimtensors._moved",
+        "slimtensors.cli",
+        "slimtensors.cli.streams",
+        "slimtensors.errors",
+    )
     assert loaded == set(light)
 
 

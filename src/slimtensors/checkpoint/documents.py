@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slimtensors import _core
-from slimtensors.errors import CorruptFileError, FormatError, UnsupportedVersionError
+from slimtensors.errors import CorruptFileError, FormatError, report_malformed
 from slimtensors.storage import open_for_reading
 from slimtensors.tensor import is_valid_text
 
@@ -43,6 +43,21 @@ def read_document(path: Path) -> str:
         raise CorruptFileError(f"{path}: not UTF-8: {error}") from error
 
 
+def parse_document(folder: Path, name: str, kind: str, parse: Callable[[str], T]) -> T:
+    """Read and parse the document that makes a folder a checkpoint of some `kind`."""
+    path = folder / name
+    try:
+        text = read_document(path)
+    except NotADirectoryError:
+        raise FormatError(f"{folder} is not a {kind} (not a folder)") from None
+    except FileNotFoundError:
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
+        raise FormatError(f"{folder} is not a {kind} ({name} not found)") from None
+    with report_malformed(str(path)):
+        return parse(text)
+
+
 def seal(body: str, separator: str) -> str:
     """Return a JSON text with its CRC-32C as the last key; `body` lacks the closing brace."""
     return f"{body}{separator}{_core.crc32c(body.encode())}\n}}\n"
@@ -72,14 +87,6 @@ def parse_object(text: str, kind: str, *, strict: Callable[[int], bool]) -> "Fie
     if strict(fields.integer("version", low=1)) and constants:
         raise CorruptFileError(f"{constants[0]} is not valid JSON")
     return fields
-
-
-def check_version(version: int, newest: int) -> None:
-    """Raise `UnsupportedVersionError` if a document is newer than this program."""
-    if version > newest:
-        raise UnsupportedVersionError(
-            f"format version {version} is newer than {newest}; upgrade slimtensors"
-        )
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slimtensors.archive.dialects.entries import check_version
 from slimtensors.checkpoint.documents import (
     Fields,
-    check_version,
     format_number,
     is_sealed,
+    parse_document,
     parse_object,
-    read_document,
     seal,
 )
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError, report_malformed
+from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json
@@ -154,17 +154,7 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Read `checkpoint.json`."""
-    path = folder / MANIFEST
-    try:
-        text = read_document(path)
-    except NotADirectoryError:
-        raise FormatError(f"{folder} is not a checkpoint (not a folder)") from None
-    except FileNotFoundError:
-        if not folder.exists():
-            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
-        raise FormatError(f"{folder} is not a checkpoint ({MANIFEST} not found)") from None
-    with report_malformed(str(path)):
-        return CheckpointManifest.from_text(text)
+    return parse_document(folder, MANIFEST, "checkpoint", CheckpointManifest.from_text)
 
 
 def is_checkpoint(folder: Path) -> bool:

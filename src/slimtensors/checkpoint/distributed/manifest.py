@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from slimtensors.archive.dialects.entries import check_version
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, find_overlap
 from slimtensors.checkpoint.documents import (
     Fields,
-    check_version,
     is_plain_name,
     is_sealed,
+    parse_document,
     parse_object,
-    read_document,
     seal,
 )
 from slimtensors.errors import (
@@ -34,7 +34,6 @@ from slimtensors.errors import (
     FormatError,
     MismatchError,
     UnsupportedTensorError,
-    report_malformed,
 )
 from slimtensors.storage import DISTRIBUTED as MANIFEST
 from slimtensors.storage import open_for_reading, write_file_atomically
@@ -145,19 +144,7 @@ def write_distributed_manifest(folder: Path, manifest: DistributedManifest) -> N
 
 def read_distributed_manifest(folder: Path) -> DistributedManifest:
     """Read `distributed.json`."""
-    path = folder / MANIFEST
-    try:
-        text = read_document(path)
-    except NotADirectoryError:
-        raise FormatError(f"{folder} is not a distributed checkpoint (not a folder)") from None
-    except FileNotFoundError:
-        if not folder.exists():
-            raise FileNotFoundError(f"{folder}: no such checkpoint") from None
-        raise FormatError(
-            f"{folder} is not a distributed checkpoint ({MANIFEST} not found)"
-        ) from None
-    with report_malformed(str(path)):
-        return DistributedManifest.from_text(text)
+    return parse_document(folder, MANIFEST, "distributed checkpoint", DistributedManifest.from_text)
 
 
 def read_base_name(folder: Path) -> str | None:
