@@ -288,7 +288,7 @@ def test_an_existing_folder_is_refused_without_force_and_replaced_with_it(tmp_pa
 def test_a_folder_that_contains_the_source_is_not_replaced(tmp_path, capsys):
     source = write_folder(tmp_path / "models" / "one")
     assert run("compress", source, "-o", tmp_path / "models", "-f") == 2
-    assert f"contains {source}, which is read" in capsys.readouterr().err
+    assert f"contains the source {source}" in capsys.readouterr().err
     assert slimtensors.load(source)
 
 

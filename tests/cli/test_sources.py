@@ -75,7 +75,7 @@ def test_a_verb_does_not_write_over_its_source_folder(place, capsys, words, targ
     option = [] if words[-1] == "--html" else ["-o"]
     assert run(*words, *option, target, "-f") == 2
     message = capsys.readouterr().err
-    assert "which is read; choose another target" in message
+    assert "the source" in message
     assert run(*words, *option, target) == 2
     assert capsys.readouterr().err == message  # and not: use -f
     assert read_files(place) == before
@@ -98,7 +98,7 @@ def test_a_verb_does_not_write_over_its_source_file(place, capsys, words, target
     before = read_files(place)
     option = [] if words[-1] == "--html" else ["-o"]
     assert run(*words, *option, target, "-f") == 2
-    assert "which is read; choose another target" in capsys.readouterr().err
+    assert "the source" in capsys.readouterr().err
     assert read_files(place) == before
 
 
@@ -130,7 +130,7 @@ CALLS = {
 @pytest.mark.parametrize("target", ["model", "link", "model/inner", "."])
 def test_a_function_does_not_write_over_its_source(place, call, target):
     before = read_files(place)
-    with pytest.raises(ConfigError, match="which is read; choose another target"):
+    with pytest.raises(ConfigError, match=r"the source .*; choose another target"):
         call(target)
     assert read_files(place) == before
 
@@ -142,7 +142,7 @@ def test_a_shard_that_is_a_link_is_not_overwritten(tmp_path):
     (tmp_path / "model" / "model.safetensors").symlink_to("../store/blob")
     before = (tmp_path / "store" / "blob").read_bytes()
     for target in (tmp_path / "store" / "blob", tmp_path / "store"):
-        with pytest.raises(ConfigError, match="which is read"):
+        with pytest.raises(ConfigError, match=r"the source .*; choose another target"):
             slimtensors.save(slimtensors.open(tmp_path / "model"), target)
     assert (tmp_path / "store" / "blob").read_bytes() == before
 

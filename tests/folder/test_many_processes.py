@@ -285,7 +285,7 @@ def test_a_folder_is_compressed_to_a_url(shards, memory):
     compress_folder(source, f"{memory}/small", preset="sparse", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
     assert remote_files(f"{memory}/small") != want
-    with pytest.raises(ConfigError, match=r"is or contains .*small, which is read"):
+    with pytest.raises(ConfigError, match=r"is or contains the source .*small; choose"):
         compress_folder(f"{memory}/small", f"{memory}/small", replace=True)
     assert slimtensors.verify(f"{memory}/small", against=source)
 
@@ -298,7 +298,7 @@ def test_a_target_url_inside_the_source_folder_raises(shards, memory, inside):
     with pytest.raises(ConfigError, match=r"/a/b is inside .*/a"):
         compress_folder(f"{memory}/a{inside}", f"{memory}/a/b")
     assert remote_files(f"{memory}/a") == before
-    with pytest.raises(ConfigError, match=r"/b is inside .*, which is read"):
+    with pytest.raises(ConfigError, match=r"/b is inside the source .*; choose"):
         compress_folder(f"{source}{inside}", f"file://{source}/b")
     compress_folder(f"{memory}/a{inside}", f"{memory}/ab")
 

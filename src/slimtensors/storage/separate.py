@@ -21,7 +21,7 @@ def check_separate(target: Location, sources: Iterable[StrPath]) -> None:
     for source in sources:
         problem = _compare(target, source)
         if problem:
-            raise ConfigError(f"{target} {problem} {source}, which is read; choose another target")
+            raise ConfigError(f"{target} {problem} the source {source}; choose another target")
 
 
 def _compare(target: Location, source: StrPath) -> str:
