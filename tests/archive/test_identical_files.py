@@ -191,6 +191,12 @@ HOSTILE = {
     "another shape": {"files": {"x": pack_text(header_of({"w": W | {"shape": [2, 4]}}))}},
     "a gap": {"files": {"x": pack_text(header_of({"w": W | {"data_offsets": [8, 40]}}))}},
     "twice": {"files": dict.fromkeys(["x", "y"], pack_text(header_of({"w": W})))},
+    "many files without tensors": {
+        "files": {
+            "x": pack_text(header_of({"w": W})),
+            **dict.fromkeys(map(str, range(100)), pack_text(header_of({}))),
+        }
+    },
     "bad index": {
         "files": {"x": pack_text(header_of({"w": W}))},
         "index": {"x.json": pack_text(b'{"weight_map": {"w": "y"}}')},

@@ -60,6 +60,12 @@ class Originals:
         """Raise if a header is malformed."""
         _ = self.entries
 
+    def check_not_empty(self) -> None:
+        """Raise if one of several files has no tensors: a small header could list any number."""
+        for file, table in self.entries.items():
+            if not table and len(self.headers) > 1:
+                raise CorruptFileError(self._name(f"{file}: contains no tensors"))
+
     def describe_all(self, specs: Mapping[str, Spec], tied: Mapping[str, str]) -> bool:
         """Return True if the files contain each tensor of `specs`, or the one it is tied to.
 
@@ -154,7 +160,11 @@ def read_originals(archive: Archive) -> Originals | None:
             raise CorruptFileError(f"{file}: source: a file is described twice")
         headers |= found
         index = next(iter(indexes.items()), index)
-    return Originals(headers, index, ", ".join(archive.sources)) if headers else None
+    if not headers:
+        return None
+    originals = Originals(headers, index, ", ".join(archive.sources))
+    originals.check_not_empty()
+    return originals
 
 
 def store_originals(originals: Originals | None, names: Sequence[str], path: str) -> Json | None:
