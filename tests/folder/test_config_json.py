@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from models import write_folder
 
 from slimtensors.errors import ConfigError
-from slimtensors.folder import config_json
+from slimtensors.folder import compress_folder, config_json
 from slimtensors.quantization import QuantizationConfig
 
 pytestmark = pytest.mark.hostile
@@ -22,11 +23,13 @@ MALFORMED = {
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_config_raises_with_its_path(text, tmp_path):
-    path = tmp_path / "config.json"
+    folder = write_folder(tmp_path / "model")
+    path = folder / "config.json"
     path.write_text(text, errors="surrogateescape")
     for read in (
-        lambda: config_json.read_config(tmp_path),
-        lambda: config_json.update_config(tmp_path, lambda config: {**config, "b": 1}),
+        lambda: config_json.read_config(folder),
+        lambda: config_json.update_config(folder, lambda config: {**config, "b": 1}),
+        lambda: compress_folder(folder, tmp_path / "small"),
     ):
         with pytest.raises(ConfigError) as caught:
             read()

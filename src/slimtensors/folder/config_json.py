@@ -70,12 +70,12 @@ def update_config(folder: Path, edit: Edit) -> None:
         write_json(path, edited)
 
 
-def edit_config_text(text: bytes, edit: Edit) -> bytes:
+def edit_config_text(text: bytes, edit: Edit, path: str = CONFIG) -> bytes:
     """Return the edited text of a `config.json`; the same bytes if `edit` changes nothing.
 
     A section of ours keeps the text from before compression, unless our own form of it is equal.
     """
-    with report_malformed(CONFIG, ConfigError):
+    with report_malformed(path, ConfigError):
         config = _parse(text)
         edited = edit(config)
         if _is_same(edited, config):

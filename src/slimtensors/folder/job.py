@@ -131,7 +131,7 @@ def _copy_other_files(
         build.copy(name, original)
         group.heartbeat()
     if config is not None:
-        build.write(CONFIG, edit_config_text(config.read(), edit))
+        build.write(CONFIG, edit_config_text(config.read(), edit, str(config)))
 
 
 @dataclass(frozen=True)

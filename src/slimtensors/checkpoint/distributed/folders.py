@@ -94,7 +94,8 @@ def consolidate(
             )
 
         if config is not None:
-            write_file_atomically(folder / CONFIG, edit_config_text(read_bytes(config), edit))
+            text = edit_config_text(read_bytes(config), edit, str(config))
+            write_file_atomically(folder / CONFIG, text)
     return replace(
         summary, files=[str(local_path(target) / Path(file).name) for file in summary.files]
     )
