@@ -170,44 +170,46 @@ def header_of(table, **change):
 
 
 W = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}
+X = "x.safetensors"
 HOSTILE = {
-    "not base64": {"files": {"x": "%%%%"}},
-    "not zlib": {"files": {"x": "AAAA"}},
-    "truncated stream": {"files": {"x": pack_text(header_of({"w": W}))[:-8]}},
-    "two streams": {"files": {"x": base64.b64encode(zlib.compress(b"a") * 2).decode()}},
-    "bomb": {"files": {"x": pack_text(header_of({"w": W}).ljust(1 << 24))}},
-    "bombs": {"files": {str(i): pack_text(b" " * (1 << 19)) for i in range(8)}},
+    "not base64": {"files": {X: "%%%%"}},
+    "not zlib": {"files": {X: "AAAA"}},
+    "truncated stream": {"files": {X: pack_text(header_of({"w": W}))[:-8]}},
+    "two streams": {"files": {X: base64.b64encode(zlib.compress(b"a") * 2).decode()}},
+    "bomb": {"files": {X: pack_text(header_of({"w": W}).ljust(1 << 24))}},
+    "bombs": {"files": {f"{i}.safetensors": pack_text(b" " * (1 << 19)) for i in range(8)}},
     "no files": {"index": {"x.json": pack_text(b"{}")}},
     "a list": {"files": []},
-    "a number": {"files": {"x": 3}},
-    "absolute name": {"files": {"/etc/x": pack_text(header_of({"w": W}))}},
-    "name outside": {"files": {"../x": pack_text(header_of({"w": W}))}},
-    "wrong length": {"files": {"x": pack_text(header_of({"w": W}, length=3))}},
-    "empty": {"files": {"x": pack_text(b"")}},
-    "not JSON": {"files": {"x": pack_text(struct.pack("<Q", 2) + b"{x")}},
-    "deep": {"files": {"x": pack_text(struct.pack("<Q", 100000) + b"[" * 100000)}},
-    "another name": {"files": {"x": pack_text(header_of({"v": W}))}},
-    "another dtype": {"files": {"x": pack_text(header_of({"w": W | {"dtype": "I32"}}))}},
-    "another shape": {"files": {"x": pack_text(header_of({"w": W | {"shape": [2, 4]}}))}},
-    "a gap": {"files": {"x": pack_text(header_of({"w": W | {"data_offsets": [8, 40]}}))}},
-    "twice": {"files": dict.fromkeys(["x", "y"], pack_text(header_of({"w": W})))},
+    "a number": {"files": {X: 3}},
+    "another ending": {"files": {"x.py": pack_text(header_of({"w": W}))}},
+    "absolute name": {"files": {"/etc/x.safetensors": pack_text(header_of({"w": W}))}},
+    "name outside": {"files": {"../x.safetensors": pack_text(header_of({"w": W}))}},
+    "wrong length": {"files": {X: pack_text(header_of({"w": W}, length=3))}},
+    "empty": {"files": {X: pack_text(b"")}},
+    "not JSON": {"files": {X: pack_text(struct.pack("<Q", 2) + b"{x")}},
+    "deep": {"files": {X: pack_text(struct.pack("<Q", 100000) + b"[" * 100000)}},
+    "another name": {"files": {X: pack_text(header_of({"v": W}))}},
+    "another dtype": {"files": {X: pack_text(header_of({"w": W | {"dtype": "I32"}}))}},
+    "another shape": {"files": {X: pack_text(header_of({"w": W | {"shape": [2, 4]}}))}},
+    "a gap": {"files": {X: pack_text(header_of({"w": W | {"data_offsets": [8, 40]}}))}},
+    "twice": {"files": dict.fromkeys([X, "y.safetensors"], pack_text(header_of({"w": W})))},
     "many files without tensors": {
         "files": {
-            "x": pack_text(header_of({"w": W})),
-            **dict.fromkeys(map(str, range(100)), pack_text(header_of({}))),
+            X: pack_text(header_of({"w": W})),
+            **dict.fromkeys((f"{i}{X}" for i in range(100)), pack_text(header_of({}))),
         }
     },
     "bad index": {
-        "files": {"x": pack_text(header_of({"w": W}))},
-        "index": {"x.json": pack_text(b'{"weight_map": {"w": "y"}}')},
+        "files": {X: pack_text(header_of({"w": W}))},
+        "index": {"x.json": pack_text(b'{"weight_map": {"w": "y.safetensors"}}')},
     },
     "index outside": {
-        "files": {"x": pack_text(header_of({"w": W}))},
-        "index": {"x.json": pack_text(b'{"weight_map": {"w": "../x"}}')},
+        "files": {X: pack_text(header_of({"w": W}))},
+        "index": {"x.json": pack_text(b'{"weight_map": {"w": "../x.safetensors"}}')},
     },
     "index with another ending": {
-        "files": {"x": pack_text(header_of({"w": W}))},
-        "index": {"x.py": pack_text(b'{"weight_map": {"w": "x"}}')},
+        "files": {X: pack_text(header_of({"w": W}))},
+        "index": {"x.py": pack_text(b'{"weight_map": {"w": "x.safetensors"}}')},
     },
 }
 
@@ -229,7 +231,7 @@ def test_a_forged_description_is_refused(tmp_path, source):
 def test_a_description_of_some_tensors_is_ignored(tmp_path):
     path = tmp_path / "x"
     slimtensors.save({"w": torch.zeros(8), "v": torch.zeros(8)}, path)
-    change = {"version": 2, "source": {"files": {"x": pack_text(header_of({"w": W}))}}}
+    change = {"version": 2, "source": {"files": {X: pack_text(header_of({"w": W}))}}}
     path.write_bytes(edit_manifest(path.read_bytes(), lambda m: m.update(change)))
     slimtensors.decompress(path, tmp_path / "back")
     assert same_tensors(load_file(tmp_path / "back"), slimtensors.load(path))
@@ -242,3 +244,10 @@ def test_a_header_that_readers_would_refuse_is_not_kept(tmp_path, caplog):
     assert "too large to keep" in caplog.text
     slimtensors.decompress(tmp_path / "small", tmp_path / "back")
     assert slimtensors.verify(tmp_path / "back", against=source)
+
+
+def test_a_file_with_another_ending_comes_back(tmp_path):
+    source = write_raw(tmp_path / "weights.st", json.dumps({"w": W}).encode(), bytes(32))
+    slimtensors.save(slimtensors.open(source), tmp_path / "small")
+    slimtensors.decompress(tmp_path / "small", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == source.read_bytes()

@@ -27,6 +27,7 @@ from slimtensors.tensor import Json, Spec
 
 _LOG = logging.getLogger(__name__)
 
+_ENDING = ".safetensors"
 _SMALL = 1 << 20
 _FACTOR = 4
 """Decompressed texts take at most `_SMALL` bytes plus `_FACTOR` times the headers of the files."""
@@ -152,7 +153,7 @@ def read_originals(archive: Archive) -> Originals | None:
     index: tuple[str, bytes] | None = None
     for file, data in archive.sources.items():
         try:
-            found = _unpack_all(data.get("files"), "", budget)
+            found = _unpack_all(data.get("files"), _ENDING, budget)
             indexes = _unpack_all(data.get("index", {}), ".json", budget)
         except CorruptFileError as error:
             raise CorruptFileError(f"{file}: source: {error}") from error
@@ -195,8 +196,10 @@ def _describe_files(archive: Archive) -> Originals | None:
         folder = location if location.is_folder() else location.parent()
         index = (main, folder.child(main).read())
     headers = {file.key: file.raw_header for file in archive.files}
-    if not all(map(is_inside, headers)):  # a single file; the name of its copy is up to the reader
-        headers = dict.fromkeys([SINGLE], *headers.values())
+    if not all(is_inside(name) and name.endswith(_ENDING) for name in headers):
+        if index is not None or len(headers) > 1:
+            return None
+        headers = dict.fromkeys([SINGLE], *headers.values())  # readers choose its name anyway
     return Originals(headers, index, archive.path)
 
 
