@@ -90,10 +90,9 @@ class UnsupportedOperationError(SlimError, NotImplementedError):
 class MissingDependencyError(SlimError, ImportError):
     """An optional package is not installed."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"this needs {package}; install it with: pip install 'slimtensors[{extra}]'"
-        )
+    def __init__(self, package: str, extra: str | None = None) -> None:
+        target = package if extra is None else f"'slimtensors[{extra}]'"
+        super().__init__(f"this needs {package}; install it with: pip install {target}")
 
 
 _MALFORMED = (

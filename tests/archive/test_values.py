@@ -1,23 +1,31 @@
 """Values of many types in a state: each comes back equal, or is refused with its path."""
 
+import argparse
 import array
 import collections
 import dataclasses
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import random
+import re
+import sys
 import types
 import uuid
+import zoneinfo
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.data import AttributeDict
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from reliability_tools import edit_manifest
 from torch import nn
 
 import slimtensors
-from slimtensors.errors import UnsupportedTensorError
+from slimtensors.errors import MissingDependencyError, UnsupportedTensorError
 from slimtensors.tensor import bitwise_equal
 
 
@@ -31,6 +39,16 @@ def derive(base, *args):
     return type(f"Odd{base.__name__}", (base,), {})(*args)
 
 
+def closed_stream():
+    stream = io.BytesIO(b"x")
+    stream.close()
+    return stream
+
+
+UTC = datetime.UTC
+EAST = datetime.timezone(datetime.timedelta(hours=5, minutes=30, microseconds=7))
+BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
+
 BUILTINS = [
     *(0, -1, True, None, 2**63, -(2**64), 10**5000, 1.5, -0.0, float("nan"), 1e308, 5e-324),
     *(1 + 2j, complex("nan"), b"", b"\xff", "", "é\0\n", "\U0001f600"),
@@ -42,14 +60,34 @@ BUILTINS = [
     collections.deque([1, 2], maxlen=3),
 ]
 OTHERS = [
-    *(bytearray(b"a"), memoryview(b"a"), range(3), slice(1, 2), Ellipsis, int, lambda: 0, Record()),
+    *(memoryview(b"a"), Ellipsis, int, lambda: 0, Record()),
     *(derive(list, [1]), derive(dict, {1: 2}), derive(tuple, (1,)), derive(set, [1])),
     *(derive(int, 1), derive(float, 1.5), derive(bytes, b"x"), derive(complex, 1j)),
     *(derive(collections.OrderedDict), derive(collections.Counter), derive(collections.deque)),
     *(collections.ChainMap({1: 2}), collections.UserList([1]), collections.UserDict(a=1)),
-    *(types.SimpleNamespace(a=1), types.MappingProxyType({1: 2}), array.array("i", [1])),
-    *(decimal.Decimal("1.1"), fractions.Fraction(1, 3), pathlib.Path("x"), uuid.UUID(int=1)),
-    *(datetime.datetime(2020, 1, 1), datetime.timedelta(1), random.Random(1)),
+    *(types.MappingProxyType({1: 2}), array.array("i", [1]), random.Random(1), closed_stream()),
+    *(derive(bytearray, b"x"), derive(io.BytesIO), derive(argparse.Namespace), io.StringIO()),
+    *(derive(datetime.date, 2020, 1, 1), derive(datetime.timedelta), derive(pathlib.PurePosixPath)),
+    datetime.datetime(2020, 1, 1, tzinfo=derive(datetime.tzinfo)),
+]
+STANDARD = [
+    *(range(3), range(10**30, -5, -2), slice(1, 2), slice(None), slice("a", (1,), 2.5)),
+    *(bytearray(b""), bytearray(b"\xff"), bytes(range(256)) * 1000, bytearray(200_000)),
+    *(pathlib.Path("a/b"), pathlib.PurePosixPath("/"), pathlib.PureWindowsPath("C:\\x\\é")),
+    *(
+        uuid.UUID(int=1),
+        decimal.Decimal("-1.10"),
+        decimal.Decimal("sNaN12"),
+        decimal.Decimal("Inf"),
+    ),
+    *(fractions.Fraction(-1, 3), fractions.Fraction(10**700, 7)),
+    *(datetime.datetime(2020, 1, 1), datetime.datetime(1, 1, 1, 1, 2, 3, 4, UTC)),
+    *(datetime.datetime(2020, 10, 25, 2, 30, tzinfo=BERLIN, fold=1), datetime.datetime.max),
+    *(datetime.date(2020, 2, 29), datetime.time(1, 2, 3, 4, EAST, fold=1), datetime.time()),
+    *(datetime.timedelta(-1, 2, 3), datetime.timedelta.min, UTC, EAST, BERLIN),
+    datetime.timezone(-datetime.timedelta(hours=3), "west"),
+    *(argparse.Namespace(a=1, path=pathlib.Path("x")), types.SimpleNamespace(self=[1], b=())),
+    {pathlib.PurePosixPath("x"): {uuid.UUID(int=2), datetime.date(2020, 1, 1)}, range(2): 1},
 ]
 NUMPY = [
     *(kind(1) for kind in (np.int8, np.int16, np.int32, np.int64, np.intc, np.float16)),
@@ -98,16 +136,129 @@ def same(a, b):
 
 
 @pytest.mark.parametrize(
-    "value", [*BUILTINS, *OTHERS, *NUMPY, *TORCH], ids=lambda value: type(value).__name__
+    "value", [*BUILTINS, *STANDARD, *OTHERS, *NUMPY, *TORCH], ids=lambda value: type(value).__name__
 )
 def test_a_value_comes_back_equal_or_is_refused_with_its_path(tmp_path, caplog, value):
     try:
         slimtensors.save({"state": {"inner": value}, "n": 1}, tmp_path / "x")
     except UnsupportedTensorError as error:
         assert str(error).startswith("state.inner")  # noqa: PT017
-        assert not any(value is known for known in BUILTINS)
+        assert not any(value is known for known in (*BUILTINS, *STANDARD))
         assert list(tmp_path.iterdir()) == []
     else:
         assert same(slimtensors.load(tmp_path / "x")["state"]["inner"], value)
         assert not any(value is known for known in OTHERS)
     assert caplog.text == ""
+
+
+def through_file(value, folder):
+    slimtensors.save({"value": value}, folder / "x")
+    return slimtensors.load(folder / "x")["value"]
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000])
+def test_a_stream_of_bytes_keeps_content_and_position(tmp_path, size):
+    stream = io.BytesIO(bytes(range(10)) * (size // 10))
+    stream.seek(7)
+    back = through_file([stream, stream.getvalue()], tmp_path)
+    assert type(back[0]) is io.BytesIO
+    assert back[0].getvalue() == back[1] == stream.getvalue()
+    assert back[0].tell() == stream.tell() == 7
+    assert back[0].write(b"x") == 1
+
+
+def test_long_bytes_are_compressed_and_do_not_enlarge_the_header(tmp_path):
+    slimtensors.save({"a": {"b": bytes(1_000_000)}}, tmp_path / "x")
+    raw = (tmp_path / "x").read_bytes()
+    assert int.from_bytes(raw[:8], "little") < 1000
+    assert len(raw) < 50_000
+
+
+def test_a_path_of_another_platform_becomes_a_pure_path(tmp_path):
+    slimtensors.save({"a": pathlib.Path("a/b")}, tmp_path / "x")
+    other = "WindowsPath" if isinstance(pathlib.Path(), pathlib.PosixPath) else "PosixPath"
+
+    def change(manifest):
+        assert manifest["tree"] == {
+            "dict": [["a", {"path": [type(pathlib.Path()).__name__, "a/b"]}]]
+        }
+        manifest["tree"]["dict"][0][1]["path"][0] = other
+
+    (tmp_path / "x").write_bytes(edit_manifest((tmp_path / "x").read_bytes(), change))
+    back = slimtensors.load(tmp_path / "x")["a"]
+    assert type(back).__name__ == f"Pure{other}"
+    assert back.parts == ("a", "b")
+
+
+def test_omegaconf_containers_keep_interpolations_and_flags(tmp_path):
+    config = OmegaConf.create(
+        {
+            "model": {"width": 64, "depth": "${n}", "missing": "???", "none": None},
+            "n": 3,
+            "layers": [1, "${model.width}", {"name": "é", "data": b"\0"}],
+            5: pathlib.Path("x"),
+            "late": "${oc.env:HOME}",
+        }
+    )
+    OmegaConf.set_readonly(config.model, True)
+    OmegaConf.set_struct(config, True)
+    back = through_file(config, tmp_path)
+    assert type(back) is DictConfig
+    assert type(back.layers) is ListConfig
+    assert OmegaConf.to_container(back) == OmegaConf.to_container(config)
+    assert OmegaConf.to_container(back, resolve=True) == OmegaConf.to_container(
+        config, resolve=True
+    )
+    assert OmegaConf.is_readonly(back.model)
+    assert not OmegaConf.is_readonly(back)
+    assert OmegaConf.is_struct(back)
+    assert OmegaConf.is_missing(back.model, "missing")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(DictConfig(None), DictConfig("???"), DictConfig("${x}"), DictConfig({})),
+        *(ListConfig(None), ListConfig("${x}"), ListConfig([[], [{}]])),
+        DictConfig({"a": {1, 2}}, flags={"allow_objects": True}),
+    ],
+    ids=repr,
+)
+def test_unusual_omegaconf_containers_round_trip(tmp_path, config):
+    back = through_file({"a": config}, tmp_path)["a"]
+    assert type(back) is type(config)
+    assert back._value() == config._value()
+    assert back._metadata.flags == config._metadata.flags
+
+
+def test_a_structured_config_loses_its_class_with_a_warning(tmp_path, caplog):
+    back = through_file({"a": OmegaConf.structured(Record(x=5))}, tmp_path)["a"]
+    assert back == {"x": 5}
+    assert type(back) is DictConfig
+    assert "a: stored as a plain DictConfig, without its class" in caplog.text
+
+
+def test_attribute_dicts_of_lightning_keep_their_class(tmp_path):
+    back = through_file(AttributeDict(lr=0.1, inner=AttributeDict(sizes={1, 2})), tmp_path)
+    assert type(back) is type(back.inner) is AttributeDict
+    assert (back.lr, back.inner.sizes) == (0.1, {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("value", "modules", "command"),
+    [
+        (OmegaConf.create({"a": 1}), ["omegaconf"], "pip install omegaconf"),
+        (
+            AttributeDict(a=1),
+            ["lightning.fabric.utilities.data", "lightning_fabric.utilities.data"],
+            "pip install 'slimtensors[lightning]'",
+        ),
+    ],
+    ids=["omegaconf", "lightning"],
+)
+def test_a_missing_package_is_named(tmp_path, monkeypatch, value, modules, command):
+    slimtensors.save({"a": value}, tmp_path / "x")
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=re.escape(command)):
+        slimtensors.load(tmp_path / "x")

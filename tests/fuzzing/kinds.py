@@ -1,16 +1,23 @@
 """Kinds of documents: each makes a valid one, mutates it, and uses a mutant as a user would."""
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from hashlib import sha256
-from pathlib import Path
+from io import BytesIO
+from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Any, ClassVar
+from zoneinfo import ZoneInfo
 
 import torch
 from fuzzing.mutators import dump_json, mutate_bytes, mutate_json, seal_file
+from omegaconf import OmegaConf
 from reliability_tools import blob, blob_file, edit_manifest, split, split_blob
 from safetensors.torch import save_file
 from strategies import raw_bytes
@@ -147,6 +154,10 @@ def digest_values(value: Any) -> str:
             found.update(type(part).__name__.encode())
             for inner in part:
                 add(inner)
+        elif isinstance(part, Namespace):
+            add(vars(part))
+        elif isinstance(part, BytesIO):
+            add((part.getvalue(), part.tell()))
         else:
             found.update(repr(part).encode(errors="backslashreplace"))
 
@@ -296,6 +307,11 @@ def state() -> dict[str, Any]:
         "dtype": torch.bfloat16,
         "size": torch.Size([1, 2]),
         "array": x.numpy()[:2],
+        "range": range(3),
+        "times": [datetime(2020, 1, 1, tzinfo=ZoneInfo("Europe/Berlin")), timedelta(1), UTC],
+        "options": Namespace(path=PurePosixPath("x"), data=BytesIO(b"xyz"), table=bytearray(b"x")),
+        "config": OmegaConf.create({"a": ["${b}"], "b": 1}),
+        "numbers": {Decimal("0.1"): Fraction(1, 3)},
     }
 
 

@@ -1,21 +1,24 @@
 """An independent reader decodes every golden file bit for bit."""
 
+import argparse
 import ast
+import datetime
+import decimal
+import fractions
 import hashlib
+import io
 import json
+import pathlib
+import types
+import uuid
 from collections import defaultdict, deque
 from pathlib import Path
 
 import pytest
 from independent.reader import checkpoints, deltas, distributed, quantized
-from independent.reader.container import (
-    Ordered,
-    Value,
-    open_archive,
-    restore_config,
-    restore_originals,
-)
+from independent.reader.container import open_archive, restore_config, restore_originals
 from independent.reader.crc32c import crc32c
+from independent.reader.states import Ordered, Value
 from independent.reader.tensor import DamagedError, Tensor
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -38,6 +41,12 @@ def describe(value):
             return {"type": "numpy str_", "value": value.value}
         case Value(kind="numpy_bytes"):
             return {"type": "numpy bytes_", "value": value.value.hex()}
+        case Value(kind="DictConfig" | "ListConfig"):
+            content = value.value
+            if isinstance(content, list):
+                items = [[describe(key), describe(part)] for key, part in content]
+                return {"type": value.kind, "items": items, "flags": value.fields}
+            return {"type": value.kind, "value": content, "flags": value.fields}
         case Value():
             return {"type": value.kind, "value": value.value}
         case {"dtype": str(), "q": Tensor()}:
@@ -62,9 +71,27 @@ def describe(value):
             return {"type": kind, "value": value.hex()}
         case complex():
             return {"type": kind, "value": [value.real.hex(), value.imag.hex()]}
-        case bytes():
-            return {"type": kind, "value": value.hex()}
+        case bytes() | bytearray():
+            return {"type": kind, **describe_bytes(value)}
+        case io.BytesIO():
+            content = describe_bytes(value.getvalue())
+            return {"type": kind, **content, "position": value.tell()}
+        case range() | slice():
+            parts = (value.start, value.stop, value.step)
+            return {"type": kind, "items": [describe(part) for part in parts]}
+        case decimal.Decimal() | fractions.Fraction() | uuid.UUID() | pathlib.PurePath():
+            return {"type": kind, "value": str(value)}
+        case datetime.date() | datetime.time() | datetime.timedelta() | datetime.tzinfo():
+            return {"type": kind, "value": repr(value)}
+        case argparse.Namespace() | types.SimpleNamespace():
+            return {"type": kind, "items": pairs(vars(value))}
     return value
+
+
+def describe_bytes(raw):
+    if len(raw) <= 128:
+        return {"value": raw.hex()}
+    return {"sha256": hashlib.sha256(raw).hexdigest()}
 
 
 def pairs(table):
@@ -212,7 +239,8 @@ def test_the_reader_finds_every_flipped_bit(tmp_path):
 def test_the_reader_imports_nothing_but_numpy():
     allowed = {"numpy", "independent"}
     standard = {"base64", "collections", "dataclasses", "functools", "hashlib", "json", "math"}
-    standard |= {"pathlib", "re", "zlib"}
+    standard |= {"pathlib", "re", "zlib", "argparse", "datetime", "decimal", "fractions", "io"}
+    standard |= {"types", "uuid", "zoneinfo"}
     for path in (Path(__file__).parent / "reader").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

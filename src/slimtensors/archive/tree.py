@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slimtensors.archive import values
 from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.tensor import (
@@ -79,6 +80,7 @@ _VERSION_1 = {
 
 def outline_version(outline: Json) -> int:
     """Return the lowest format version that describes an outline."""
+    version = 1
     pending: list[Any] = [outline]
     while pending:
         node = pending.pop()
@@ -86,11 +88,13 @@ def outline_version(outline: Json) -> int:
             pending += node
         elif isinstance(node, dict):
             pending += node.values()
+            if not values.TAGS.isdisjoint(node) or isinstance(node.get("bytes"), dict):
+                return 3
             if node.keys() == {"ordered", "metadata"}:
                 continue
             if len(node) != 1 or not node.keys() <= _VERSION_1:
-                return 2
-    return 1
+                version = 2
+    return version
 
 
 @lru_cache(maxsize=1024)  # once, not at each of a thousand saves
@@ -120,28 +124,24 @@ class _Outliner:
             raise UnsupportedTensorError(f"{path}: nested more than {_MAX_DEPTH} levels deep")
 
         def inner(part: Any, key: object) -> Any:
-            if _is_long(key):
-                key = hex(key)
-            return self.describe(part, f"{path}.{key}" if path else str(key), depth + 1)
+            return self.describe(part, _join(path, key), depth + 1)
 
         def items(table: Mapping[Any, Any]) -> list[Any]:
-            pairs = [[inner(k, "key"), inner(v, k)] for k, v in table.items()]
-            _check_enum_keys(table, path)
-            return pairs
+            return self.describe_items(table, path, depth)
 
         def elements() -> list[Any]:
             return [inner(part, i) for i, part in enumerate(value)]
 
         if isinstance(value, Enum):
-            self._reduce(kind, type(value.value), path)
+            self.reduce(kind, type(value.value), path)
             return self.describe(value.value, path, depth + 1)
         if isinstance(value, np.generic | np.ndarray):
             return self._describe_numpy(value, path)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            self._reduce(kind, tuple, path)
+            self.reduce(kind, tuple, path)
             return {"tuple": elements()}
         if isinstance(value, str):
-            self._reduce(kind, str, path)
+            self.reduce(kind, str, path)
             return _check_text(str.__str__(value), path)
         if isinstance(value, torch.dtype):
             return {"dtype": _name_dtype(value, path)}
@@ -152,8 +152,6 @@ class _Outliner:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is complex:
             return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
-        if kind is bytes:
-            return {"bytes": base64.b64encode(value).decode()}
         if kind is torch.Size:
             return {"size": list(value)}
         if kind is list:
@@ -176,20 +174,37 @@ class _Outliner:
             return {"dict": items(value)}
         if kind is defaultdict:
             return {"defaultdict": [_name_factory(value, path), items(value)]}
+        node = values.describe(value, _Scope(self, path, depth))
+        if node is not None:
+            return node
         raise UnsupportedTensorError(_explain(value, path))
 
-    def _keep(self, path: str, x: Tensor | Encoded) -> str:
+    def describe_items(self, table: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
+        """Return JSON for the keys and values of a table: a list of pairs."""
+        pairs = [
+            [
+                self.describe(key, _join(path, "key"), depth + 1),
+                self.describe(value, _join(path, key), depth + 1),
+            ]
+            for key, value in table.items()
+        ]
+        _check_enum_keys(table, path)
+        return pairs
+
+    def keep(self, path: str, x: Tensor | Encoded) -> str:
+        """Store a tensor, and return its name: the path, or a free name like it."""
         name = path
         while name in self.tensors:  # {"a": {"b": x}, "a.b": y}
             name += "_"
         self.tensors[name] = x
         return name
 
-    def _reduce(self, cls: type, plain: type, path: str) -> None:
+    def reduce(self, cls: type, plain: type, path: str) -> None:
+        """Note a value that is stored without its class."""
         self.reduced.setdefault(cls, [plain.__name__]).append(path)
 
     def _describe_tensor(self, x: Tensor | Encoded, path: str) -> Json:
-        name = self._keep(path, x)
+        name = self.keep(path, x)
         if type(x) is nn.Parameter:
             grad = x.requires_grad
             return {"parameter": name, "requires_grad": grad, **_drop_none(order=find_order(x))}
@@ -208,7 +223,34 @@ class _Outliner:
         x = _numpy_to_tensor(np.asarray(value), path)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         is_plain = value.dtype.isnative and value.dtype.kind in "biufc"
-        return {kind: self._keep(path, x), **({} if is_plain else {"dtype": value.dtype.str})}
+        return {kind: self.keep(path, x), **({} if is_plain else {"dtype": value.dtype.str})}
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The place of a value that `values.describe` describes."""
+
+    outliner: _Outliner
+    path: str
+    depth: int
+
+    def inner(self, part: Any, key: object = None) -> Any:
+        path = self.path if key is None else _join(self.path, key)
+        return self.outliner.describe(part, path, self.depth + 1)
+
+    def items(self, table: Mapping[Any, Any]) -> list[Any]:
+        return self.outliner.describe_items(table, self.path, self.depth)
+
+    def keep(self, x: Tensor) -> str:
+        return self.outliner.keep(self.path, x)
+
+    def reduce(self, cls: type, plain: type) -> None:
+        self.outliner.reduce(cls, plain, self.path)
+
+
+def _join(path: str, key: object) -> str:
+    key = hex(key) if _is_long(key) else key
+    return f"{path}.{key}" if path else str(key)
 
 
 def _drop_none(**fields: Any) -> Json:
@@ -325,8 +367,6 @@ class _Rebuilder:
                 return float(text)
             case {"complex": [real, imag]}:
                 return complex(inner(real), inner(imag))
-            case {"bytes": str(text)}:
-                return base64.b64decode(text, validate=True)
             case {"numpy_str": str(text)}:
                 return np.str_(text)
             case {"numpy_bytes": str(text)}:
@@ -363,7 +403,7 @@ class _Rebuilder:
                 if "metadata" in rest:
                     table._metadata = inner(rest["metadata"])
                 return table
-        raise ValueError(f"unknown type: {str(data)[:80]}")
+        return values.rebuild(data, inner)
 
     def _find_tensor(self, name: str, order: object) -> Tensor:
         """Return a tensor, with the strides of its order if it is not contiguous."""

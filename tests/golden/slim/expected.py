@@ -1,7 +1,15 @@
 """The content of golden files as JSON that every program can compare: no part of the library."""
 
+import argparse
+import datetime
+import decimal
+import fractions
 import hashlib
+import io
 import json
+import pathlib
+import types
+import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,14 +70,49 @@ def describe(value: Any) -> Any:
             return {"type": kind, "value": value.hex()}
         case complex():
             return {"type": kind, "value": [value.real.hex(), value.imag.hex()]}
-        case bytes():
-            return {"type": kind, "value": value.hex()}
+        case bytes() | bytearray():
+            return {"type": kind, **describe_bytes(bytes(value))}
+        case io.BytesIO():
+            content = describe_bytes(value.getvalue())
+            return {"type": kind, **content, "position": value.tell()}
+        case range() | slice():
+            parts = (value.start, value.stop, value.step)
+            return {"type": kind, "items": [describe(part) for part in parts]}
+        case decimal.Decimal() | fractions.Fraction() | uuid.UUID() | pathlib.PurePath():
+            return {"type": kind, "value": str(value)}
+        case datetime.date() | datetime.time() | datetime.timedelta() | datetime.tzinfo():
+            return {"type": kind, "value": repr(value)}
+        case argparse.Namespace() | types.SimpleNamespace():
+            return {"type": kind, "items": pairs(vars(value))}
         case torch.dtype():
             return {"type": kind, "value": str(value)[6:]}
         case torch.device():
             return {"type": kind, "value": str(value)}
+    if kind in ("DictConfig", "ListConfig"):
+        return describe_config(value)
     assert value is None or type(value) in (bool, int, str), value
     return value
+
+
+def describe_config(value: Any) -> dict[str, Any]:
+    """Return JSON that describes a container of OmegaConf: unresolved content and flags."""
+    kind, content = type(value).__name__, value._value()
+    flags = dict(sorted((value._metadata.flags or {}).items()))
+    if content is None or isinstance(content, str):
+        return {"type": kind, "value": content, "flags": flags}
+    keys = list(value.keys()) if kind == "DictConfig" else range(len(value))
+    nodes = [value._get_node(key) for key in keys]
+    parts = [
+        node if type(node).__name__ in ("DictConfig", "ListConfig") else node._value()
+        for node in nodes
+    ]
+    items = [[describe(key), describe(part)] for key, part in zip(keys, parts, strict=True)]
+    return {"type": kind, "items": items, "flags": flags}
+
+
+def describe_bytes(raw: bytes) -> dict[str, Any]:
+    """Return JSON that describes bytes."""
+    return {"value": raw.hex()} if len(raw) <= _INLINE else {"sha256": sha256(raw)}
 
 
 def describe_memory(x: torch.Tensor) -> dict[str, Any]:

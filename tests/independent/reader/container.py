@@ -1,15 +1,15 @@
-"""Files: safetensors, manifest and checksums, blobs, dialects, states (docs/format.md)."""
+"""Files: safetensors, manifest and checksums, blobs, dialects (docs/format.md)."""
 
 import base64
 import json
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from independent.reader import codecs
 from independent.reader.crc32c import crc32c
+from independent.reader.states import build_state
 from independent.reader.tensor import SAFETENSORS, Tensor, check
 
 
@@ -86,7 +86,7 @@ def read_file(raw):
 def read_manifest(text):
     """Parse a manifest and check its own checksum."""
     manifest = json.loads(text)
-    check(manifest["version"] in (1, 2), "unknown version")
+    check(manifest["version"] in (1, 2, 3), "unknown version")
     before, _, _ = text.rpartition(',"crc32c":')
     check(crc32c(before.encode()) == manifest["crc32c"], "manifest checksum")
     return manifest
@@ -203,84 +203,3 @@ def restore_config(text):
 def unpack_text(text):
     """Return the bytes of base64 of a zlib stream."""
     return zlib.decompress(base64.b64decode(text, validate=True))
-
-
-@dataclass(frozen=True)
-class Value:
-    """A value that only torch or NumPy has, by the key that the tree uses for it."""
-
-    kind: str
-    value: object
-    fields: dict = field(default_factory=dict)
-    """Further keys: `requires_grad`, `order` or `dtype`."""
-
-
-class Ordered(OrderedDict):
-    """An `OrderedDict` with the metadata of `nn.Module.state_dict()`."""
-
-    metadata = None
-
-
-_FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-
-
-def build_state(node, tensors):
-    """Return the value that a node of the tree describes."""
-    if not isinstance(node, dict):
-        return node
-
-    def inner(part):
-        return build_state(part, tensors)
-
-    match node:
-        case {"tensor": name, **fields} if not fields:
-            return tensors[name]
-        case {"tensor": name, **fields}:
-            return Value("tensor", tensors[name], fields)
-        case {"parameter": name, **fields}:
-            return Value("parameter", tensors[name], fields)
-        case {"array": name, **fields}:
-            return Value("array", tensors[name], fields)
-        case {"scalar": name, **fields}:
-            return Value("scalar", tensors[name], fields)
-        case {"numpy_str": text}:
-            return Value("numpy_str", text)
-        case {"numpy_bytes": text}:
-            return Value("numpy_bytes", base64.b64decode(text, validate=True))
-        case {"dict": pairs}:
-            return {inner(key): inner(value) for key, value in pairs}
-        case {"counter": pairs}:
-            return Counter({inner(key): inner(value) for key, value in pairs})
-        case {"ordered": pairs}:
-            table = Ordered((inner(key), inner(value)) for key, value in pairs)
-            table.metadata = inner(node.get("metadata"))
-            return table
-        case {"defaultdict": [factory, pairs]}:
-            table = defaultdict(_FACTORIES[factory] if factory else None)
-            table.update((inner(key), inner(value)) for key, value in pairs)
-            return table
-        case {"deque": parts}:
-            return deque((inner(part) for part in parts), node.get("maxlen"))
-        case {"set": parts}:
-            return {inner(part) for part in parts}
-        case {"frozenset": parts}:
-            return frozenset(inner(part) for part in parts)
-        case {"int": text}:
-            return int(text, 16)
-        case {"list": parts}:
-            return [inner(part) for part in parts]
-        case {"tuple": parts}:
-            return tuple(inner(part) for part in parts)
-        case {"dtype": name}:
-            return Value("dtype", name)
-        case {"device": name}:
-            return Value("device", name)
-        case {"size": sizes}:
-            return Value("size", tuple(sizes))
-        case {"float": text}:
-            return float(text)
-        case {"complex": [real, imaginary]}:
-            return complex(inner(real), inner(imaginary))
-        case {"bytes": text}:
-            return base64.b64decode(text, validate=True)
-    raise AssertionError(f"unknown type: {list(node)}")

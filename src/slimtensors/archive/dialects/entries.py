@@ -19,7 +19,7 @@ from slimtensors.tensor import Json, Spec, allocate, as_bytes, is_valid_text, vi
 
 KEY = "slimtensors"
 """Metadata key of the manifest."""
-VERSION = 2
+VERSION = 3
 """Newest format version of manifests; each is written in the lowest that describes its file."""
 
 MAX_COPIES = 15
@@ -226,11 +226,9 @@ class FileManifest:
     @property
     def version(self) -> int:
         """The lowest format version that describes this manifest."""
-        if self.generation is not None or self.source is not None or self.copies:
-            return 2
-        if "copies" in (self.delta or {}):
-            return 2
-        return 1 if self.tree is None else outline_version(self.tree)
+        outline = 1 if self.tree is None else outline_version(self.tree)
+        has_new_keys = self.generation is not None or self.source is not None or bool(self.copies)
+        return max(outline, 2) if has_new_keys or "copies" in (self.delta or {}) else outline
 
     def to_text(self, table: str) -> str:
         """Return the JSON line; `table` is the list of tensors that follows it in the header."""
