@@ -24,7 +24,7 @@ from slimtensors.checkpoint import (
     save_checkpoint,
     verify_run,
 )
-from slimtensors.checkpoint.loop_folder import RunIntegrity
+from slimtensors.checkpoint.loop_folder import LoopFolder, RunIntegrity
 from slimtensors.checkpoint.manifest import read_manifest
 from slimtensors.checkpoint.run import Retention
 from slimtensors.errors import ConfigError, FormatError, MismatchError
@@ -443,3 +443,55 @@ def test_runs_survive_damage_at_random(tmp_path, seed):
         assert first == max(intact)
         assert max(find_loadable(tmp_path)) == first + count
         assert content <= read_all(tmp_path)  # what resume found damaged was not removed
+
+
+def test_named_checkpoints_count_towards_the_last(tmp_path):
+    for step in range(1, 7):
+        save_checkpoint({"step": step, "x": torch.ones(4)}, tmp_path / f"step-{step}")
+    points = list_checkpoints(tmp_path)
+
+    def kept(last, *names):
+        return sorted(Retention(last, names=frozenset(names)).select(points))
+
+    assert kept(3, "step-2") == ["step-2", "step-5", "step-6"]
+    assert kept(3, "step-5") == ["step-4", "step-5", "step-6"]
+    assert kept(1, "step-2") == ["step-2", "step-6"]
+    assert kept(1, "step-6") == ["step-6"]
+    assert kept(2, "gone") == ["step-5", "step-6"]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("calls", range(1, 8))
+def test_an_interruption_while_checkpoints_are_set_aside_loses_nothing(
+    tmp_path, monkeypatch, calls
+):
+    states = {}
+    for step in (1, 2, 3, 4):
+        states[step] = {"step": step, "x": torch.arange(64.0) + step}
+        base = tmp_path / f"step-{step - 1}" if step in (2, 3, 4) else None
+        save_checkpoint(states[step], tmp_path / f"step-{step}", base=base)
+    done = []
+
+    def fail_after(function):
+        def call(*arguments, **options):
+            done.append(function)
+            if len(done) == calls:
+                raise OSError("interrupted")
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail_after(Path.rename))
+        patch.setattr(os, "link", fail_after(os.link))
+        with contextlib.suppress(OSError):
+            LoopFolder(tmp_path, "step-{}").set_newer_aside(1)
+    LoopFolder(tmp_path, "step-{}").set_newer_aside(1)
+    assert [point.name for point in list_checkpoints(tmp_path)] == ["step-1"]
+    found = {}
+    for folder in [tmp_path, *tmp_path.glob("earlier-run-*")]:
+        for point in list_checkpoints(folder):
+            state = load_checkpoint(point.path)
+            assert torch.equal(state["x"], states[state["step"]]["x"])
+            found[state["step"]] = point.path
+    assert sorted(found) == [1, 2, 3, 4]

@@ -85,6 +85,8 @@ class StateEncoder:
     """Tensors that the profile applies to but that were stored exactly, with the reason."""
     stores_copies_once: bool = False
     """Whether tensors with the same bits are stored once."""
+    separate: Collection[str] = ()
+    """Tensors that are stored even if they equal another one, or the base."""
     homes: dict[str, str] = field(default_factory=dict)
     """Name -> name under which the tensor is stored; filled by `build_source`."""
 
@@ -92,8 +94,11 @@ class StateEncoder:
         """Return the archive to write; tensors are encoded when they are read."""
         plain = source_from_tensors(self.tensors, tree)
         if self.stores_copies_once:
-            names = [item.name for item in plain.items if not self._is_lossy(self.infos[item.name])]
-            exact = {name: self.tensors[name] for name in names}
+            exact = {
+                item.name: self.tensors[item.name]
+                for item in plain.items
+                if not self._is_lossy(self.infos[item.name]) and item.name not in self.separate
+            }
             plain = plain.with_copies(find_copies(exact, set(plain.tied.values())))
         self.homes.update({**plain.tied, **plain.copies})
         entries: dict[str, Json] = {}
@@ -121,9 +126,10 @@ class StateEncoder:
     def _encode(self, name: str, each: Each) -> tuple[TensorEntry, Tensor | None]:
         x, info = to_cpu(self.tensors[name]).contiguous(), self.infos[name]
         y = self._load_base(name, Spec.of(x), each)
-        if y is not None and bitwise_equal(x, y):
+        is_same = y is not None and bitwise_equal(x, y)
+        if y is not None and is_same and name not in self.separate:
             return TensorEntry(SAME, Spec.of(x), base=tensor_digest(y)), None
-        if not self._can_round(info, x):
+        if is_same or not self._can_round(info, x):
             return self._encode_exact(info, x, y, each)
         entry, stored, other = self._encode_rounded(info, x, y, each)
         if error := relative_distance(decode_entry(entry, stored, other, each), x):

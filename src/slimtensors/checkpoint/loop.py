@@ -229,6 +229,12 @@ class CheckpointOptions:
     threads: int | None
     name: str = "step-{:08d}"
     """Format of the folder name of a step."""
+    handles_sigterm: bool = True
+    """Whether SIGTERM lets the next step save and exit."""
+    sets_newer_aside: bool = False
+    """Whether the first save moves checkpoints of later steps to another folder."""
+    stores_all_weights: bool = False
+    """See `SaveOptions`."""
 
 
 class Checkpointing:
@@ -247,6 +253,8 @@ class Checkpointing:
         """Number of completed steps: the first step to run."""
         self.resumed: Checkpoint | None = None
         """The state from which the loop resumed, or None."""
+        self.retention = options.retention
+        """Rules for which checkpoints the next save keeps."""
         self._objects, self._options = objects, options
         self._is_restored = start is not None
         self._done = self.start
@@ -254,6 +262,8 @@ class Checkpointing:
         self._newest: Saved | None = None
         """The checkpoint of the last saved or resumed step."""
         self._has_saved = False
+        self._files: Mapping[str, bytes] = {}
+        """Additional files of the last saved step."""
         self._snapshot = Snapshot()
         self._pool: ThreadPoolExecutor | None = None
         """The thread that saves, while the run is locked."""
@@ -314,13 +324,14 @@ class Checkpointing:
     def save(self, *, epoch: int | None = None, **metrics: SupportsFloat) -> Saved | None:
         """Save now, whether a checkpoint is due or not.
 
-        If the step was saved already, nothing is written, unless the metrics or the epoch are new:
-        then the checkpoint is replaced by one that has them too.
+        If the step was saved already, nothing is written, unless the metrics, the epoch or the
+        additional files are new: then the checkpoint is replaced by one that has them too.
         """
         if self._pool is None:
             raise ConfigError("checkpointing(...) saves only inside of its with statement")
         check_metrics(metrics)
         numbers, epoch = read_metrics(metrics), read_count("epoch", epoch)
+        files = self._objects.files() if self._objects.files else {}
         self.wait()
         old = self._newest
         if old and (old.manifest.step != self._done or not is_checkpoint(old.path)):
@@ -328,6 +339,7 @@ class Checkpointing:
         if old is not None:
             known = old.manifest
             is_new = any(repr(known.metrics.get(name)) != repr(x) for name, x in numbers.items())
+            is_new |= self._has_saved and files != self._files
             if not is_new and epoch in (None, known.epoch):
                 return old
             if not self._has_saved:
@@ -337,11 +349,11 @@ class Checkpointing:
             epoch = known.epoch if epoch is None else epoch
         self._check_best(numbers)
         state = self._objects.build(self._done, epoch, numbers)
-        files = self._objects.files() if self._objects.files else {}
+        self._files = files
+        job = (self._done, files, old, self.retention)
         if not self._options.is_async:
-            return self._write(FlatState.of(state), self._done, files, old)
-        snapshot = self._snapshot.take(state)
-        self._saving = self._pool.submit(self._write, snapshot, self._done, files, old)
+            return self._write(FlatState.of(state), *job)
+        self._saving = self._pool.submit(self._write, self._snapshot.take(state), *job)
         return None
 
     def wait(self) -> None:
@@ -351,11 +363,23 @@ class Checkpointing:
             saving.result()
 
     def _write(
-        self, state: FlatState, step: int, files: Mapping[str, bytes], old: Saved | None
+        self,
+        state: FlatState,
+        step: int,
+        files: Mapping[str, bytes],
+        old: Saved | None,
+        retention: Retention,
     ) -> Saved:
         """Save, and only then remove old checkpoints; `old` is a checkpoint to replace."""
         options = self._options
-        save = SaveOptions(profile=options.profile, files=files, threads=options.threads)
+        if options.sets_newer_aside and not self._has_saved:
+            self._folder.set_newer_aside(self.start)
+        save = SaveOptions(
+            profile=options.profile,
+            files=files,
+            threads=options.threads,
+            stores_all_weights=options.stores_all_weights,
+        )
         if old is not None:
             base = old.manifest.base
             save = replace(save, base=self.run / base.name if base else None, replace=True)
@@ -368,7 +392,7 @@ class Checkpointing:
             self._folder.count_save(saved)
         self._newest, self._has_saved = saved, True
         _log.info("%s", saved)
-        self._folder.apply_retention(options.retention, keep_history=options.keep_history)
+        self._folder.apply_retention(retention, keep_history=options.keep_history)
         if options.on_commit:
             options.on_commit(saved.path)
         return saved
@@ -428,7 +452,7 @@ class Checkpointing:
 
     def _check_newest(self, points: Sequence[Point]) -> None:
         """Raise `ConfigError` if there are intact checkpoints of later steps than `start`."""
-        for point in reversed(points):
+        for point in [] if self._options.sets_newer_aside else reversed(points):
             if (point.manifest.step or 0) > self.start and self._folder.integrity.is_intact(point):
                 raise ConfigError(
                     f"{self.run} contains {point.name}, but training resumes from step"
@@ -444,7 +468,8 @@ class Checkpointing:
     def _handle_sigterm(self, stack: ExitStack) -> None:
         """Set a flag on SIGTERM unless a handler is installed."""
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if not (self._options.handles_sigterm and is_main and is_free):
             return
 
         def set_flag(number: int, frame: FrameType | None) -> None:

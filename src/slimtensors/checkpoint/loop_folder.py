@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from slimtensors.checkpoint.run import (
     Retention,
     choose_base,
     count_since_keyframe,
+    find_bases,
     find_mentioned,
     find_unreadable,
     include_bases,
@@ -35,6 +37,9 @@ from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import remove_folder, sync_folder
 
 _log = logging.getLogger(__name__)
+
+EARLIER = "earlier-run-"
+"""Prefix of folders with the later checkpoints of a run that was resumed at an earlier step."""
 
 
 class RunIntegrity:
@@ -192,6 +197,41 @@ class LoopFolder:
         _log.warning("%s was not written by this version; saving to %s", path, free.name)
         return free
 
+    def set_newer_aside(self, step: int) -> None:
+        """Move the checkpoints after a step, of whichever program, to a folder `earlier-run-1`.
+
+        Bases that they need are linked or copied there first, so that all of them can be read.
+        """
+        newer = [path for path in self.run.iterdir() if self._parse_step(path) > step]
+        if not newer:
+            return
+        points = list_checkpoints(self.run)
+        bases = {base for path in newer for base in find_bases(path.name, points)}
+        targets = (self.run / f"{EARLIER}{i}" for i in itertools.count(1))
+        target = next(path for path in targets if not os.path.lexists(path))
+        target.mkdir()
+        for name in sorted(bases):
+            shutil.copytree(self.run / name, target / name, copy_function=_link_or_copy)
+        # Newest first: whenever this is interrupted, all deltas are still next to their bases.
+        for path in sorted(newer, key=self._parse_step, reverse=True):
+            if path.name in bases:
+                remove_folder(path)
+            else:
+                path.rename(target / path.name)
+        sync_folder(target)
+        sync_folder(self.run)
+        names = ", ".join(sorted(path.name for path in newer))
+        _log.warning(
+            "%s: checkpoints of an earlier run moved to %s: %s", self.run, target.name, names
+        )
+
+    def _parse_step(self, path: Path) -> int:
+        """Return the step of a folder by its name, or -1 if the loop gives no such names."""
+        prefix = self._name.partition("{")[0]
+        found = re.fullmatch(re.escape(prefix) + r"(\d+)(-\d+)?", path.name)
+        is_folder = path.is_dir() and not path.is_symlink()
+        return int(found[1]) if found and is_folder else -1
+
     def apply_retention(self, retention: Retention, *, keep_history: bool) -> None:
         """Remove the checkpoints that no rule keeps, if a kept one was verified by reading."""
         own = self.list_own()
@@ -241,6 +281,13 @@ class LoopFolder:
             self.integrity.record(point, str(error))
             return False
         return True
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not supported by the file system
+        shutil.copy2(source, target)
 
 
 def _is_taken(path: Path) -> bool:

@@ -144,7 +144,7 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
         if problem and point.path.exists():  # else removed by another process in the meantime
             damaged[point.name] = problem
     for point in found:
-        bases = include_bases([point.name], found) - {point.name}
+        bases = find_bases(point.name, found)
         if point.name not in damaged and not bases.isdisjoint(damaged):
             names = ", ".join(sorted(bases & damaged.keys()))
             damaged[point.name] = f"{point.path} cannot be restored: damaged base {names}"
@@ -219,6 +219,8 @@ class Retention:
     best: str | None = None
     """Metric whose best checkpoint is kept."""
     best_is: str = "min"
+    names: frozenset[str] = frozenset()
+    """Checkpoints to keep in any case; they count towards `last`."""
 
     def __post_init__(self) -> None:
         for name, value in (("keep_last", self.last), ("keep_every", self.every)):
@@ -236,8 +238,12 @@ class Retention:
         """
         if self.last is None and self.every is None and self.best is None:
             return {point.name for point in points}
-        newest = filter(is_intact, reversed(points))
-        keep = [point.name for point in itertools.islice(newest, self.last or 1)]
+        keep = [point.name for point in points if point.name in self.names]
+        newest = next(filter(is_intact, reversed(points)), None)
+        is_named = newest is not None and newest.name in self.names
+        count = max((self.last or 1) - len(keep), 0 if is_named else 1)
+        others = (point for point in reversed(points) if point.name not in self.names)
+        keep += [point.name for point in itertools.islice(filter(is_intact, others), count)]
         if self.every is not None:
             steps = ((point, point.manifest.step) for point in points)
             keep += [p.name for p, step in steps if step is not None and step % self.every == 0]
@@ -270,10 +276,15 @@ def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
     return found
 
 
+def find_bases(name: str, points: Sequence[Point]) -> set[str]:
+    """Return the names of all direct and indirect bases of a checkpoint."""
+    return include_bases([name], points) - {name}
+
+
 def flatten_deltas(folder: Path, *, threads: int | None = None) -> None:
     """Save all deltas of a checkpoint in full, so that it can be replaced or removed."""
     points = list_checkpoints(folder.parent)
-    bases = {point.name: include_bases([point.name], points) - {point.name} for point in points}
+    bases = {point.name: find_bases(point.name, points) for point in points}
     deltas = [point for point in points if folder.name in bases[point.name]]
     # Those with the longest chain first: a flattened checkpoint is a base of nothing.
     for point in sorted(deltas, key=lambda point: len(bases[point.name]), reverse=True):

@@ -131,9 +131,15 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
 
 def flatten_in_place(folder: Path, *, threads: int | None = None) -> Saved:
     """Replace a checkpoint by a copy that needs no base; additional files in it stay."""
-    others = (path for path in folder.iterdir() if path.name not in (STATE, MANIFEST))
-    files = {path.name: path.read_bytes() for path in others if path.is_file()}
-    return _flatten(folder, folder, SaveOptions(files=files, threads=threads, replace=True))
+    files = read_files(folder)
+    others = {name: raw for name, raw in files.items() if name not in (STATE, MANIFEST)}
+    return _flatten(folder, folder, SaveOptions(files=others, threads=threads, replace=True))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files in a folder and its subfolders by relative path."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def _flatten(folder: Path, target: StrPath, options: "SaveOptions") -> Saved:
@@ -182,6 +188,16 @@ class FlatState:
         return FlatState.of({key: x if key in kept else None for key, x in state.items()})
 
 
+def find_weights(tree: Json | None) -> dict[str, str]:
+    """Return the names of the tensors in `model` by parameter, from the outline of a state."""
+    outlines = [node for key, node in (tree or {}).get("dict", []) if key == "model"]
+    table = outlines[0] if outlines and isinstance(outlines[0], dict) else {}
+    pairs = table.get("ordered") or table.get("dict") or []
+    tensors = [(key, node) for key, node in pairs if isinstance(node, dict)]
+    names = [(key, node.get("tensor", node.get("parameter"))) for key, node in tensors]
+    return {key: name for key, name in names if isinstance(name, str)}
+
+
 @dataclass(frozen=True)
 class SaveOptions:
     """Options of `save_state`; `save_checkpoint` documents them."""
@@ -191,10 +207,13 @@ class SaveOptions:
     quantize_i8: bool = False
     lossy: Filter | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Additional small files to write into the folder."""
+    """Additional small files to write into the folder, by relative path."""
     threads: int | None = None
     replace: bool = False
     """Replace an existing checkpoint once the new one is complete."""
+    stores_all_weights: bool = False
+    """Store every weight of the model under its name, also unchanged and equal ones, for loaders
+    that take the names from the file."""
 
 
 def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
@@ -206,23 +225,24 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
         raise ConfigError("lossy selects tensors to round, but the profile is exact; pass profile=")
     if profile.is_model_only:
         state = state.select_model()
+    separate = set(find_weights(state.tree).values()) if options.stores_all_weights else set()
     if options.quantize_i8:
         infos = describe_tensors(state.tensors, state.original)
         names = select_tensors(lossy or WEIGHT_MATRICES, infos)
-        source = _source_with_copies(state, names)
+        source = _source_with_copies(state, separate.union(names))
         content = _Content(source, make_int8_chooser(names), "int8", rounded=names)
     elif options.base is None and profile.is_exact:
-        content = _Content(_source_with_copies(state))
+        content = _Content(_source_with_copies(state, separate))
     else:
         base = _open_base(options.base, path) if options.base is not None else None
-        content = _encode(state, profile, lossy, base)
+        content = _encode(state, profile, lossy, base, separate)
     return _write(state, path, content, options)
 
 
-def _source_with_copies(state: FlatState, rounded: Collection[str] = ()) -> ArchiveSource:
-    """Return the tensors of a state; exact ones with the same bits are stored once."""
+def _source_with_copies(state: FlatState, separate: Collection[str] = ()) -> ArchiveSource:
+    """Return the tensors of a state; those with the same bits are stored once, but `separate`."""
     source = source_from_tensors(state.tensors, state.tree)
-    names = [item.name for item in source.items if item.name not in rounded]
+    names = [item.name for item in source.items if item.name not in separate]
     exact = {name: state.tensors[name] for name in names}
     return source.with_copies(find_copies(exact, set(source.tied.values())))
 
@@ -242,7 +262,11 @@ class _Content:
 
 
 def _encode(
-    state: FlatState, profile: Profile, lossy: Filter | None, base: "StoredState | None"
+    state: FlatState,
+    profile: Profile,
+    lossy: Filter | None,
+    base: "StoredState | None",
+    separate: Collection[str],
 ) -> _Content:
     infos = describe_tensors(state.tensors, state.original)
     encoder = StateEncoder(
@@ -254,6 +278,7 @@ def _encode(
         lossy_names=select_tensors(lossy, infos) if lossy is not None else set(infos),
         base=base,
         stores_copies_once=True,
+        separate=separate,
     )
     return _Content(
         encoder.build_source(state.tree),
@@ -283,6 +308,7 @@ def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOpti
             errors={**measured, **content.errors},
         )
         for name, raw in options.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_file_atomically(folder / name, raw)
         write_manifest(folder, manifest)
     exact = (t for t in summary.tensors if t.name in content.rounded and t.error is None)
@@ -392,6 +418,24 @@ class StoredState:
         tensors = {name: found[name] for name in names}
         tensors |= {name: tensors[target] for name, target in self.tied.items()}
         return tensors | {name: clone_bits(tensors[target]) for name, target in copies.items()}
+
+    def find_weights(self) -> dict[str, str]:
+        """Return the names of the tensors in `model` by the names of the parameters."""
+        with report_malformed(str(self.folder / STATE)):
+            return find_weights(self.tree)
+
+    def load_weights(self, *, threads: int | None = None) -> dict[str, Tensor]:
+        """Read and decode the tensors in `model`, by the names of the parameters."""
+        names = self.find_weights()
+        unique = list(dict.fromkeys(self.tied.get(name, name) for name in names.values()))
+        with Workers(threads) as workers:
+            results = workers.in_order(
+                lambda name: self.load(name, workers.each),
+                unique,
+                lambda name: self.spec(name).nbytes,
+            )
+            found = dict(zip(unique, results, strict=True))
+        return {key: found[self.tied.get(name, name)] for key, name in names.items()}
 
     def load_metrics(self) -> dict[str, float]:
         """Read the metrics in the state, of which early versions omitted some in the manifest."""
