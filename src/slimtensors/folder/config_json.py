@@ -24,7 +24,9 @@ from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
 VERSION = 1
-"""Version of our section."""
+"""Version of our section for model folders."""
+CHECKPOINT_VERSION = 2
+"""Version of our section for training checkpoints."""
 METHOD = "slimtensors"
 """`quant_method` of folders that only slimtensors reads."""
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -242,6 +244,20 @@ def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
         "dtype": dtype_name(dtype),
         "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
         "how_to_load": HOW_TO_LOAD,
+    }
+    return replace_sections(config, section)
+
+
+def describe_checkpoint(config: Json) -> Json:
+    """Return `config` with a section for weights inside a training checkpoint."""
+    section = {
+        "quant_method": METHOD,
+        "version": CHECKPOINT_VERSION,
+        "checkpoint": True,
+        "how_to_load": (
+            "Run `import slimtensors.transformers` before from_pretrained; to resume training, use"
+            " slimtensors.transformers.SlimTrainer."
+        ),
     }
     return replace_sections(config, section)
 

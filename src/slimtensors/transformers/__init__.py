@@ -26,13 +26,16 @@ from slimtensors.transformers.memory import measure_memory
 from slimtensors.transformers.oneshot import oneshot
 from slimtensors.transformers.saving import enable
 from slimtensors.transformers.train import TrainingReport, train
+from slimtensors.transformers.trainer import CheckpointSettings, SlimTrainer
 from slimtensors.transformers.training_stage import TrainedStage
 
 __all__ = [
     "Calibration",
+    "CheckpointSettings",
     "Recipe",
     "SlimConfig",
     "SlimQuantizer",
+    "SlimTrainer",
     "TrainedStage",
     "TrainingReport",
     "compress_folder",

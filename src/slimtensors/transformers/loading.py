@@ -6,6 +6,7 @@ and plain copies, by transforms that record which tensors are needed and later d
 archive.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from slimtensors.archive import Archive
+from slimtensors.checkpoint.store import STATE
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
@@ -36,6 +38,7 @@ from slimtensors.errors import (
     suggest,
 )
 from slimtensors.folder.config_json import (
+    CHECKPOINT_VERSION,
     COMPRESSED_TENSORS,
     METHOD,
     VERSION,
@@ -46,7 +49,7 @@ from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
 from slimtensors.tensor import Json, find_dtype
 from slimtensors.transformers.saving import StoredWeights, attach_saver
-from slimtensors.transformers.weights import QUANTIZED, QuantizedArchive
+from slimtensors.transformers.weights import QUANTIZED, CheckpointWeights, QuantizedArchive
 
 _ANY = "^(.+)$"
 
@@ -75,6 +78,7 @@ class SlimConfig(QuantizationConfigMixin):
         delta: Json | None = None,
         how_to_load: str | None = None,
         original: str | None = None,
+        checkpoint: bool = False,
         **unknown: Any,
     ) -> None:
         if delta is not None:
@@ -82,13 +86,13 @@ class SlimConfig(QuantizationConfigMixin):
                 f"the folder is a delta of {delta.get('base')!r}, not a model; restore it first:"
                 " slimtensors restore DELTA --base BASE -o MODEL"
             )
-        if version > VERSION:
+        if version > CHECKPOINT_VERSION:
             raise UnsupportedVersionError(
                 f"config.json: quantization_config: format version {version} is newer than the"
-                f" supported version {VERSION}; upgrade slimtensors"
+                f" supported version {CHECKPOINT_VERSION}; upgrade slimtensors"
             )
         known = {"version", "preset", "dtype", "codecs", "bits_per_weight", "before"}
-        known |= {"run_compressed", "how_to_load", "original"}
+        known |= {"run_compressed", "how_to_load", "original", "checkpoint"}
         for key in unknown:
             raise ConfigError(
                 f"config.json: quantization_config: unknown key {key!r}; {suggest(key, known)}"
@@ -103,6 +107,7 @@ class SlimConfig(QuantizationConfigMixin):
         self.run_compressed = run_compressed
         self.how_to_load = how_to_load
         self.original = original
+        self.checkpoint = checkpoint
 
 
 @register_quantizer(METHOD)
@@ -129,6 +134,8 @@ class SlimQuantizer(HfQuantizer):
         self._quantization = parse_quantization(quantization_config.before)
         self._reader: Reader | None = None
         self._device_map: dict[str, Any] | None = None
+        self._ignored_keys: Any = None
+        """The model's own patterns of keys to ignore."""
 
     def validate_environment(
         self, *, device_map: str | dict[str, Any] | None = None, **_: Any
@@ -138,6 +145,15 @@ class SlimQuantizer(HfQuantizer):
             self._device_map = device_map
             if self._reader:
                 self._reader.device_map = device_map
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Name the file with the weights of a checkpoint, in the only method called before that.
+
+        It is not in `config.json`: loaders without slimtensors must find no weights.
+        """
+        if self.quantization_config.checkpoint:
+            config.transformers_weights = STATE
+        return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the weights if transformers inferred it from compressed bytes."""
@@ -173,7 +189,13 @@ class SlimQuantizer(HfQuantizer):
                 self._quantization,
                 device_map=self._device_map,
                 run_compressed=self.quantization_config.run_compressed,
+                is_checkpoint=self.quantization_config.checkpoint,
             )
+            attributes: Any = model
+            self._ignored_keys = attributes._keys_to_ignore_on_load_unexpected
+            if self._reader.other_keys:
+                known = self._ignored_keys or ()
+                attributes._keys_to_ignore_on_load_unexpected = {*known, *self._reader.other_keys}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -182,8 +204,12 @@ class SlimQuantizer(HfQuantizer):
             self._reader.finish(model)
             files = self._reader.files
             model._weight_conversions = remove_decoding(model._weight_conversions)
+            model._keys_to_ignore_on_load_unexpected = self._ignored_keys
             if self._device_map and "disk" in self._device_map.values():
                 model.tie_weights(recompute_mapping=False)  # tied weights are two files on disk
+        if self.quantization_config.checkpoint:
+            del model.config.transformers_weights
+            return attach_saver(model, StoredWeights())
         is_quantized = self._quantization is not None
         preset = QUANTIZED if is_quantized else self.quantization_config.preset
         attach_saver(model, StoredWeights(preset, files, self._quantization))
@@ -210,6 +236,7 @@ class Reader:
         *,
         device_map: Mapping[str, Any] | None = None,
         run_compressed: bool = False,
+        is_checkpoint: bool = False,
     ) -> None:
         for file in files:
             if not file.endswith(".safetensors"):
@@ -223,11 +250,18 @@ class Reader:
         """Device of each module, if there are several."""
         self.run_compressed = run_compressed
         """Whether weights of linear layers stay compressed in memory."""
+        self.other_keys: set[str] = set()
+        """Patterns of entries that do not belong to the model, such as an optimizer's state."""
         archive = Archive.from_files(self.files)
-        archive.check_not_delta()
-        self._archive = (
-            archive if quantization is None else QuantizedArchive(archive, quantization, model)
-        )
+        self._archive: Archive | QuantizedArchive | CheckpointWeights = archive
+        if is_checkpoint:
+            self._archive = CheckpointWeights(self.files[0].parent)
+            others = set(archive) - self._archive.owners.keys()
+            self.other_keys = {f"^{re.escape(key)}$" for key in others}
+        else:
+            archive.check_not_delta()
+            if quantization is not None:
+                self._archive = QuantizedArchive(archive, quantization, model)
         self._resources = ExitStack()
         self._workers = self._resources.enter_context(Workers())
         self._used: set[str] = set()

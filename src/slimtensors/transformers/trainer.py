@@ -1,154 +1,407 @@
-"""Checkpoints for the Trainer of transformers: compressed, asynchronous and atomic."""
+"""Checkpoints for the Trainer of transformers: compressed, and complete or absent.
 
-import json
+`SlimTrainer` overrides the methods by which a Trainer writes and reads a checkpoint folder. The
+Trainer and its `TrainingArguments` still decide when to save, how many checkpoints to keep, and
+which one is best.
+"""
+
+import logging
+import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors.torch import save as safetensors_bytes
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 
-from slimtensors.checkpoint import list_checkpoints, load_checkpoint
+from slimtensors.checkpoint import list_checkpoints, load_checkpoint, restore_checkpoint
+from slimtensors.checkpoint.documents import MAX_BASES
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
 from slimtensors.checkpoint.loop_folder import RunIntegrity
-from slimtensors.checkpoint.manifest import read_metrics
+from slimtensors.checkpoint.manifest import is_checkpoint, read_manifest, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import Retention, select_resumable
-from slimtensors.checkpoint.state import Stateful, restore_rng
+from slimtensors.checkpoint.state import Stateful, capture_rng, restore_rng
+from slimtensors.checkpoint.store import StoredState, flatten_in_place, read_files
 from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.folder.config_json import describe_checkpoint, update_config
+
+_log = logging.getLogger(__name__)
+
+TRAINING_ARGS = "training_args.json"
+_RANKS = "rng_ranks"
+"""Key of the random states of all processes but the first."""
+_SENTINEL = "checkpoint-is-incomplete.txt"
+"""File that the Trainer writes before a save on SIGTERM (`enable_jit_checkpoint`)."""
 
 
-class SlimCheckpoints(TrainerCallback):
-    """Trainer callback that saves compressed checkpoints for `resume_from_checkpoint`.
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """How `SlimTrainer` stores checkpoints."""
 
-    Folders are named like the Trainer's own, `checkpoint-500`, and saved to its output folder. The
-    Trainer itself must not save, because it would remove old checkpoints that newer ones need.
-    Weights are restored when training begins; until then the Trainer reads an empty file and warns
-    that all keys are missing.
+    base: str | None = "auto"
+    """`keyframe` stores differences from the last checkpoint that was saved in full, `chain` from
+    the previous checkpoint, None stores all in full. `auto` is `keyframe`, or None if
+    `save_total_limit` is set, because a difference needs one more checkpoint."""
+    keyframe_every: int = 8
+    """Save in full at least once in so many checkpoints."""
+    profile: str | Profile = "exact"
+    """Precision of weights and optimizer state, as for `save_checkpoint`."""
+    async_: bool = False
+    """Write in the background; the files may be incomplete when `on_save` is called."""
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+    """Further objects with a state to save and restore, by name."""
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.base not in ("auto", "keyframe", "chain", None):
+            raise ConfigError(
+                f"base must be 'auto', 'keyframe', 'chain' or None, got {self.base!r}"
+            )
+        most = MAX_BASES if self.base == "chain" else self.keyframe_every
+        if type(self.keyframe_every) is not int or not 1 <= self.keyframe_every <= most:
+            raise ConfigError(f"keyframe_every must be an integer from 1 to {MAX_BASES}")
+        if find_profile(self.profile).is_model_only:
+            raise ConfigError(f"cannot resume from profile {find_profile(self.profile).name!r}")
+
+    def choose_base(self, save_total_limit: int | None) -> str | None:
+        """Return the `base` of `checkpointing`."""
+        if self.base == "auto" and save_total_limit:
+            return None
+        return "auto" if self.base == "keyframe" else self.base
+
+
+class SlimTrainer(Trainer):
+    """A Trainer of transformers whose checkpoints are compressed, and complete or absent.
+
+    All arguments of the Trainer have their usual meaning. Checkpoints of other Trainers can be
+    resumed too. The first save moves later checkpoints of an earlier run in the same folder to a
+    subfolder `earlier-run-1`. Combine it with other Trainers by inheritance:
+    `class MyTrainer(SlimTrainer, Seq2SeqTrainer): ...`.
 
     Args:
-        every: steps between checkpoints.
-        keep_last: number of latest checkpoints to keep; None keeps all.
-        keep_every: also keep checkpoints whose step is a multiple of this.
-        keep_best: also keep the checkpoint with the best value of this metric.
-        best_is: `min` or `max`.
-        base: `auto` saves differences from earlier checkpoints, None saves each in full.
-        profile: precision of weights and optimizer state, as for `save_checkpoint`.
-        async_: write in the background.
-        parts: further objects with a state to save and restore, by name.
+        args: arguments of the Trainer.
+        checkpoints: how checkpoints are stored.
+        options: arguments of the Trainer.
 
     Example:
-        >>> args = TrainingArguments("run", save_strategy="no")
-        >>> callbacks = [SlimCheckpoints(every=500, keep_last=2)]
-        >>> trainer = Trainer(model, args, train_dataset=dataset, callbacks=callbacks)
+        >>> from slimtensors.transformers import SlimTrainer as Trainer
+        >>> trainer = Trainer(model, TrainingArguments("run"), train_dataset=dataset)
         >>> trainer.train(resume_from_checkpoint=True)
     """
 
     def __init__(
-        self,
-        *,
-        every: int = 500,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: str | None = None,
-        best_is: str = "min",
-        base: str | None = "auto",
-        profile: str | Profile = "exact",
-        async_: bool = True,
-        parts: Mapping[str, Stateful] | None = None,
+        self, *args: Any, checkpoints: CheckpointSettings | None = None, **options: Any
     ) -> None:
-        self._parts = dict(parts or {})
-        self._options = CheckpointOptions(
-            every,
-            Retention(keep_last, keep_every, keep_best, best_is),
+        super().__init__(*args, **options)
+        self.checkpoints = checkpoints or CheckpointSettings()
+        _check_support(self)
+        self._run = _TrainerRun(self)
+
+    def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
+        with self._run:
+            return super()._inner_training_loop(*args, **options)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._run.save(Path(self._get_output_dir(trial=trial)))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if is_checkpoint(Path(resume_from_checkpoint)):
+            self._run.load_model(Path(resume_from_checkpoint), model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and is_checkpoint(Path(checkpoint)):
+            self._run.load_optimizer()
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self._run.start = self.state.global_step
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and is_checkpoint(Path(checkpoint)):
+            self._run.load_scaler()
+        else:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and is_checkpoint(Path(checkpoint)):
+            self._run.load_rng()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if not is_checkpoint(best):
+            super()._load_best_model()
+            return
+        _log.info("loading the best model from %s", best)
+        weights = StoredState(best).load_weights(threads=self.checkpoints.threads)
+        restore_checkpoint({"model": weights}, self.model, rng_state=False)
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        self._run.finish()
+        return super()._finalize_training(*args, **options)
+
+
+def _check_support(trainer: SlimTrainer) -> None:
+    """Raise `ConfigError` if the Trainer has options that do not work with our checkpoints."""
+    args, base = trainer.args, trainer.checkpoints.base
+    unsupported = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "PEFT": _is_peft(trainer.model),
+    }
+    for name in [name for name, is_used in unsupported.items() if is_used]:
+        raise ConfigError(f"SlimTrainer does not support {name}; use the Trainer of transformers")
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END:
+        strategy = args.hub_strategy.value
+        raise ConfigError(
+            f"SlimTrainer does not support hub_strategy={strategy!r}; use hub_strategy='end'"
+        )
+    if args.save_total_limit == 1 and base in ("keyframe", "chain"):
+        raise ConfigError(
+            f"base={base!r} cannot be combined with save_total_limit=1: a difference needs another"
+            " checkpoint"
+        )
+
+
+class SlimCheckpoints:
+    """The callback of earlier versions, which `SlimTrainer` replaces."""
+
+    def __init__(self, **options: Any) -> None:
+        raise ConfigError(
+            "the callback SlimCheckpoints was replaced: use SlimTrainer instead of Trainer"
+            " (from slimtensors.transformers import SlimTrainer as Trainer), with save_strategy,"
+            " save_steps and save_total_limit in TrainingArguments"
+        )
+
+
+class _TrainerRun:
+    """Saves and restores the state of a Trainer; a context manager around its training loop."""
+
+    def __init__(self, trainer: SlimTrainer) -> None:
+        self.start = 0
+        """Step from which training resumed."""
+        self._trainer = trainer
+        self._stack: ExitStack | None = None
+        """Set while the Trainer trains."""
+        self._loop: Checkpointing | None = None
+        self._resumed: dict[str, Any] = {}
+        """The state to resume from, until all of it is restored."""
+        self._ranks = _RankStates()
+
+    def __enter__(self) -> None:
+        self._stack, self.start = ExitStack(), 0
+
+    def __exit__(self, *error: Any) -> None:
+        stack, self._stack, self._loop = self._stack, None, None
+        self._resumed = {}
+        if stack is not None:
+            stack.__exit__(*error)
+
+    def save(self, run: Path) -> None:
+        """Save the current step; called by all processes."""
+        trainer = self._trainer
+        args, state = trainer.args, trainer.state
+        self._ranks.states = _gather_rng(args.world_size)
+        path = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if args.save_strategy != SaveStrategy.NO and state.best_global_step:
+            best = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")  # noqa: PTH118
+            if state.best_global_step == state.global_step or Path(best).is_dir():
+                state.best_model_checkpoint = best
+        if not args.should_save:
+            return
+        _update_callback_states(trainer)
+        _remove_sentinel(path)
+        if self._stack is None:  # a save outside of training
+            with self._open(run) as loop:
+                self._save(loop)
+            return
+        if self._loop is None or self._loop.run != run:
+            self._loop = self._stack.enter_context(self._open(run))
+        self._save(self._loop)
+
+    def load_model(self, path: Path, model: nn.Module | None) -> None:
+        """Read a checkpoint, and restore the model."""
+        self._resumed = _load(path, self._trainer.checkpoints.threads)
+        restore_checkpoint(self._resumed, model or self._trainer.model, rng_state=False)
+
+    def load_optimizer(self) -> None:
+        """Restore optimizer, scheduler and the objects of `extra`."""
+        if self._resumed.get("optimizer") is None:
+            _log.warning("the checkpoint contains only the model: the optimizer starts anew")
+            return
+        for name in self._trainer.checkpoints.extra.keys() - self._resumed.keys():
+            raise MismatchError(f"no state of {name!r}; the checkpoint was saved without it")
+        restore_checkpoint(
+            self._resumed,
+            self._trainer.model,
+            _unwrap_optimizer(self._trainer.optimizer),
+            self._trainer.lr_scheduler,
+            extra=self._trainer.checkpoints.extra,
+            rng_state=False,
+        )
+        kept = ("scaler", "rng", _RANKS)
+        self._resumed = {name: self._resumed.get(name) for name in kept}
+
+    def load_scaler(self) -> None:
+        """Restore the gradient scaler, if there is one and it was saved."""
+        scaler, saved = _find_scaler(self._trainer), self._resumed.get("scaler")
+        if scaler is not None and saved is not None:
+            scaler.load_state_dict(saved)
+
+    def load_rng(self) -> None:
+        """Restore the random number generators of this process."""
+        rank = self._trainer.args.process_index
+        states = [self._resumed.get("rng"), *(self._resumed.get(_RANKS) or {}).get("states", [])]
+        if rank >= len(states) or states[rank] is None:
+            _log.info("no random state of process %d: training is not reproducible", rank)
+            return
+        restore_rng(states[rank])
+        self._resumed = {}
+
+    def finish(self) -> None:
+        """Wait for the last save; prepare what the Trainer does at the end of training."""
+        if self._loop is not None:
+            self._loop.wait()
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
+        if args.should_save and args.save_total_limit == 1 and best and _is_delta(Path(best)):
+            # The Trainer removes all checkpoints but the best one, also its bases.
+            flatten_in_place(Path(best), threads=self._trainer.checkpoints.threads)
+        if args.world_size > 1:
+            dist.barrier()  # all processes may load the best model
+
+    def _open(self, run: Path) -> Checkpointing:
+        trainer, settings = self._trainer, self._trainer.checkpoints
+        is_whole = not trainer.args.save_only_model
+        objects = TrainingObjects(
+            trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False),
+            _unwrap_optimizer(trainer.optimizer) if is_whole else None,
+            trainer.lr_scheduler if is_whole else None,
+            _find_scaler(trainer) if is_whole else None,
+            extra={**settings.extra, **({_RANKS: self._ranks} if self._ranks.states else {})},
+            files=lambda: _make_files(trainer),
+        )
+        options = CheckpointOptions(
+            every=1,
+            retention=Retention(),
             keep_history=False,
-            base=base,
-            keyframe_every=8,
-            profile=find_profile(profile),
-            is_async=async_,
+            base=settings.choose_base(trainer.args.save_total_limit),
+            keyframe_every=settings.keyframe_every,
+            profile=find_profile(settings.profile),
+            is_async=settings.async_,
             resume=True,
             on_commit=None,
-            threads=None,
-            name="checkpoint-{}",
+            threads=settings.threads,
+            name=f"{PREFIX_CHECKPOINT_DIR}-{{}}",
+            handles_sigterm=False,
+            sets_newer_aside=True,
+            stores_all_weights=True,
         )
-        self._loop: Checkpointing | None = None
-        self._rng: Mapping[str, Any] | None = None
+        return Checkpointing(run, objects, options, start=self.start)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **parts: Any,
-    ) -> None:
-        """Lock the folder, and restore the checkpoint of `resume_from_checkpoint`."""
-        _check_arguments(args)
-        self.close()
-        objects = TrainingObjects(
-            parts["model"],
-            getattr(parts["optimizer"], "optimizer", parts["optimizer"]),
-            parts["lr_scheduler"],
-            extra=self._parts,
-            files=lambda: _make_trainer_files(state),
-        )
-        run = Path(args.output_dir)
-        if state.global_step:
-            point = run / self._options.name.format(state.global_step)
-            checkpoint = _load(point)
-            for name in self._parts.keys() - checkpoint.keys():
-                raise MismatchError(
-                    f"{point}: no state of {name!r}; the checkpoint was saved without it"
-                )
-            objects.restore(checkpoint)
-            self._rng = checkpoint["rng"]
-        self._loop = Checkpointing(run, objects, self._options, start=state.global_step)
-        self._loop.__enter__()
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        """Restore the random state before shuffling, if the checkpoint is between two epochs."""
-        if float(state.epoch or 0).is_integer():
-            self._restore_rng()
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        """Restore the random state after batches trained before the checkpoint are skipped."""
-        self._restore_rng()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        """Save if a checkpoint is due."""
-        assert self._loop is not None
-        self._loop.step(state.global_step, epoch=int(state.epoch or 0), **_read_metrics(state))
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
-    ) -> None:
-        """Wait for the last save, and release the folder."""
-        self.close()
-
-    def _restore_rng(self) -> None:
-        if self._rng is not None:
-            restore_rng(self._rng)
-            self._rng = None
-
-    def close(self) -> None:
-        """Wait for a pending save, and release the folder."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.__exit__(None, None, None)
+    def _save(self, loop: Checkpointing) -> None:
+        state, limit = self._trainer.state, self._trainer.args.save_total_limit
+        best = state.best_model_checkpoint
+        if limit is not None and limit > 0:
+            names = frozenset({Path(best).name} if best is not None else ())
+            loop.retention = Retention(last=limit, names=names)
+        loop.step(state.global_step, epoch=int(state.epoch or 0), **_read_metrics(state))
 
 
-def _load(path: Path) -> dict[str, Any]:
+@dataclass
+class _RankStates:
+    """The random states of all processes but the first."""
+
+    states: list[dict[str, Any]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": self.states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.states = state_dict["states"]
+
+
+def _gather_rng(world_size: int) -> list[dict[str, Any]]:
+    """Return the random states of all processes but the first."""
+    if world_size <= 1:
+        return []
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, capture_rng())
+    return states[1:]
+
+
+def _update_callback_states(trainer: SlimTrainer) -> None:
+    """Write the state of callbacks, such as the counter of early stopping, to `trainer.state`."""
+    table = trainer.state.stateful_callbacks
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    found: dict[str, list[Any]] = {}
+    for callback in [x for x in callbacks if isinstance(x, ExportableState)]:
+        found.setdefault(type(callback).__name__, []).append(callback.state())
+    for name, states in found.items():
+        table[name] = states if isinstance(table.get(name), list) else states[-1]
+
+
+def _remove_sentinel(path: Path) -> None:
+    """Remove a folder with nothing but the Trainer's mark for incomplete checkpoints."""
+    if path.is_dir() and [child.name for child in path.iterdir()] == [_SENTINEL]:
+        (path / _SENTINEL).unlink()
+        path.rmdir()
+
+
+def _make_files(trainer: SlimTrainer) -> dict[str, bytes]:
+    """Return the files of a checkpoint other than its state: config, tokenizer, Trainer state."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        if isinstance(model, PreTrainedModel):
+            _save_config(model, folder)
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        trainer.state.save_to_json(folder / TRAINER_STATE_NAME)
+        (folder / TRAINING_ARGS).write_text(trainer.args.to_json_string() + "\n")
+        return read_files(folder)
+
+
+def _save_config(model: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes besides weights, and how to load those."""
+    config = deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    update_config(folder, describe_checkpoint)
+
+
+def _read_metrics(state: Any) -> dict[str, float]:
+    """Return the metrics that were logged at the current step."""
+    entries = (entry for entry in state.log_history if entry.get("step") == state.global_step)
+    logged = {key: value for entry in entries for key, value in entry.items()}
+    return {key: x for key, x in read_metrics(logged).items() if key not in ("epoch", "step")}
+
+
+def _load(path: Path, threads: int | None) -> dict[str, Any]:
     """Load a checkpoint; if it is damaged, name the newest one that is intact."""
     try:
-        return load_checkpoint(path)
+        return load_checkpoint(path, threads=threads)
     except (FormatError, MismatchError) as error:
         integrity = RunIntegrity(path.parent)
         points = select_resumable(list_checkpoints(path.parent))
@@ -157,24 +410,19 @@ def _load(path: Path) -> dict[str, Any]:
         raise type(error)(f"{error}; {advice}") from error
 
 
-def _check_arguments(args: TrainingArguments) -> None:
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
-        raise ConfigError("SlimCheckpoints requires TrainingArguments(save_strategy='no')")
-    if args.fp16:
-        raise ConfigError(
-            "SlimCheckpoints does not support fp16=True (its scaler is not saved); use bf16=True"
-        )
-    if args.world_size > 1:
-        raise ConfigError(f"SlimCheckpoints supports one process, got {args.world_size}")
+def _is_delta(path: Path) -> bool:
+    return is_checkpoint(path) and read_manifest(path).base is not None
 
 
-def _make_trainer_files(state: TrainerState) -> dict[str, bytes]:
-    """Return the files that the Trainer requires in a folder to resume from it."""
-    text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
-    return {TRAINER_STATE_NAME: text.encode(), SAFE_WEIGHTS_NAME: safetensors_bytes({})}
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
 
 
-def _read_metrics(state: TrainerState) -> dict[str, float]:
-    """Return the last logged value of each metric."""
-    logged = {key: value for entry in state.log_history for key, value in entry.items()}
-    return {key: x for key, x in read_metrics(logged).items() if key not in ("epoch", "step")}
+def _find_scaler(trainer: SlimTrainer) -> Any:
+    return getattr(trainer.accelerator, "scaler", None)
+
+
+def _is_peft(model: nn.Module) -> bool:
+    """Return True for a model with adapters of the package `peft`, which need not be installed."""
+    is_wrapper = any(cls.__module__.split(".")[0] == "peft" for cls in type(model).__mro__)
+    return is_wrapper or bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from slimtensors.checkpoint import Point, load_checkpoint, restore_checkpoint
@@ -19,7 +19,7 @@ from slimtensors.recipe import Stage
 from slimtensors.recipe.modifiers import Distillation
 from slimtensors.recipe.training import StageMasks, TrainingLength, answers_divergence, build_masks
 from slimtensors.transformers.data import Examples
-from slimtensors.transformers.trainer import SlimCheckpoints
+from slimtensors.transformers.trainer import CheckpointSettings, SlimTrainer
 
 _MASKS = "masks"
 """Key of the masks in a checkpoint."""
@@ -98,7 +98,7 @@ def train_stage(
         _restore(model, stage_masks, resume)
         loss = None
     else:
-        loss = _fit(trainer, stage_masks, length, resume)
+        loss = _fit(trainer, stage_masks, resume)
     seconds = perf_counter() - start
     stage_masks.check()
     model.eval()
@@ -161,7 +161,7 @@ def parse_arguments(args: Any, folder: Path) -> TrainingArguments:
     return result
 
 
-class DistillationTrainer(Trainer):
+class DistillationTrainer(SlimTrainer):
     """A Trainer that adds the distance from a teacher's outputs to the training loss.
 
     Evaluation uses the loss of the task alone.
@@ -229,40 +229,17 @@ def _measure_length(trainer: DistillationTrainer) -> TrainingLength:
     return TrainingLength(steps, steps_per_epoch)
 
 
-def _fit(
-    trainer: DistillationTrainer,
-    masks: StageMasks,
-    length: TrainingLength,
-    resume: ResumePoint | None,
-) -> float:
+def _fit(trainer: DistillationTrainer, masks: StageMasks, resume: ResumePoint | None) -> float:
     """Train, and return the loss."""
-    callbacks: list[SlimCheckpoints | MaskCallback] = [MaskCallback(masks)]
-    if trainer.args.save_strategy != SaveStrategy.NO:
-        # Before the masks are applied, because restoring a checkpoint sets them.
-        callbacks.insert(0, _build_checkpoints(trainer.args, masks, length))
-    trainer.args = copy(trainer.args)
-    trainer.args.save_strategy = SaveStrategy.NO
-    for callback in callbacks:
-        trainer.add_callback(callback)
+    trainer.checkpoints = CheckpointSettings(async_=True, extra={_MASKS: masks})
+    callback = MaskCallback(masks)
+    trainer.add_callback(callback)
     try:
         result = trainer.train(resume_from_checkpoint=str(resume.point.path) if resume else None)
     finally:
-        for callback in callbacks:
-            callback.close()
+        callback.close()
     loss: float = result.training_loss
     return loss
-
-
-def _build_checkpoints(
-    args: TrainingArguments, masks: StageMasks, length: TrainingLength
-) -> SlimCheckpoints:
-    """Return the callback that saves as often as the arguments request."""
-    every = float(length.steps_per_epoch)
-    if args.save_strategy == SaveStrategy.STEPS:
-        every = args.save_steps if args.save_steps >= 1 else args.save_steps * length.steps
-    return SlimCheckpoints(
-        every=max(1, round(every)), keep_last=args.save_total_limit, parts={_MASKS: masks}
-    )
 
 
 def _evaluate(trainer: DistillationTrainer) -> dict[str, float]:

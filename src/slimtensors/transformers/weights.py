@@ -16,6 +16,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.write import TensorSource
+from slimtensors.checkpoint.store import StoredState
 from slimtensors.codecs import Huffman
 from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
@@ -242,6 +243,26 @@ class QuantizedArchive:
     def _read_parts(self, layer: str, each: Each) -> dict[str, Tensor]:
         suffixes = self._layers[layer]
         return {s: self._archive.load_one(join_name(layer, s), each) for s in suffixes}
+
+
+class CheckpointWeights:
+    """The weights of the model in a training checkpoint, which may be a delta."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder)
+        self._stored = StoredState(folder)
+        self._names = self._stored.find_weights()
+        self.owners = {name: key for key, name in self._names.items()}
+        """Map from the entries of the file to the parameters of the model."""
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def load_one(self, name: str, each: Each) -> Tensor:
+        """Read one weight."""
+        return self._stored.load(self._names[name], each)
+
+    load_compressed = load_one
 
 
 def reuse_stored(sources: Sequence[TensorSource], files: Sequence[Path]) -> list[TensorSource]:
