@@ -1,5 +1,6 @@
 """Configuration of Sphinx: `make docs`."""
 
+import logging
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +11,9 @@ from sphinx.ext.napoleon import GoogleDocstring
 sys.path.insert(0, str(Path(__file__).parent))
 
 from generated import FILLED
+
+for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 project = "slimtensors"
 release = metadata.version("slimtensors")
