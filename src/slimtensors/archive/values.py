@@ -13,6 +13,7 @@ import pathlib
 import sys
 import types
 import uuid
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -33,6 +34,16 @@ TAGS = frozenset(
     }
 )
 """Keys of the objects that `describe` returns."""
+
+PICKLED_TYPES: list[Any] = [
+    *(range, slice, complex, bytearray, io.BytesIO, deque, Counter, defaultdict),
+    *(bool, dict, float, int, list, set, str, tuple),  # factories of a defaultdict
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID),
+    *(pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(argparse.Namespace, types.SimpleNamespace),
+]
+"""Types of values in a state that `torch.load(weights_only=True)` may be allowed to create."""
 
 _MAX_INLINE = 1 << 16
 """Longer bytes are stored as a tensor: a header of megabytes is slow to read."""

@@ -118,13 +118,12 @@ def test_async_save_stores_the_state_at_the_time_of_the_call(two):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("exists", "already exists and is not empty"),
+        ("exists", "Checkpoint already exists and overwrite=False"),
         ("burnt", "the disk is on fire"),
         ("versions", "rank 1 has format 2, rank 0 has 1"),
         ("presets", "rank 1 has preset 'lossless', rank 0 has 'lossless-max'"),
         ("targets", "rank 1 has target"),
         ("missing", "rank-00001.safetensors not found; the checkpoint is incomplete"),
-        ("extra", "rank-00007.safetensors is not part of checkpoint"),
         ("mixed", "rank-00001.safetensors is part of run"),
         ("flipped", "damaged"),
     ],

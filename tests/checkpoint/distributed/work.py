@@ -210,7 +210,7 @@ class FailingPlanner(DefaultSavePlanner):
 def collect_errors(folder, run, rank):
     """Return the errors of this rank in saves and loads that fail on one rank."""
     state = run.state()
-    found = {"exists": catch_error(lambda: save(state, folder / "base"))}
+    found = {"exists": catch_error(lambda: save(state, folder / "base", overwrite=False))}
 
     def burn():
         burnt = StorageWriter(folder / "burnt")
@@ -229,7 +229,7 @@ def collect_errors(folder, run, rank):
     found["targets"] = catch_error(lambda: save(state, folder / f"target{rank}"))
 
     save(state, folder / "broken")
-    for name in ("missing", "extra", "mixed", "flipped"):
+    for name in ("missing", "mixed", "flipped"):
         if rank == 0:
             damage(folder, name)
         dist.barrier()
@@ -243,8 +243,6 @@ def damage(folder, name):
     file = target / "rank-00001.safetensors"
     if name == "missing":
         file.unlink()
-    elif name == "extra":
-        shutil.copy(file, target / "rank-00007.safetensors")
     elif name == "mixed":
         shutil.copy(folder / "async" / file.name, file)
         manifest = read_distributed_manifest(target)

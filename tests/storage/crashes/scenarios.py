@@ -5,9 +5,12 @@ everything in the folder is complete and correct, and raises or returns somethin
 """
 
 import json
+import warnings
 
 import torch
 from strategies import bits, same_bits
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import slimtensors
 from slimtensors.archive.delta import diff, restore
@@ -17,10 +20,12 @@ from slimtensors.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from slimtensors.checkpoint.distributed import StorageReader, StorageWriter
 from slimtensors.folder import compress_folder
 from slimtensors.storage.atomic import create_folder, write_file_atomically
 
 torch.set_num_threads(1)  # a process without threads can be forked
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def make_state(seed):
@@ -108,6 +113,37 @@ class SaveCheckpoint:
         return names[-1]
 
 
+class DistributedCheckpoint:
+    """Replace a distributed checkpoint in a folder that also contains files of the user."""
+
+    def __init__(self):
+        self._others = {"config.json": "{}", "model.safetensors": "not ours", "notes/a": "text"}
+
+    def _save(self, folder, name):
+        writer = StorageWriter(folder / "all", threads=1)
+        try:
+            dcp.save(STATES[name], storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            raise error.failures[0][0] from None
+
+    def prepare(self, folder):
+        for name, text in self._others.items():
+            path = folder / "all" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        self._save(folder, "old")
+
+    def run(self, folder):
+        self._save(folder, "new")
+
+    def identify(self, folder):
+        for name, text in self._others.items():
+            assert (folder / "all" / name).read_text() == text, name
+        loaded = {name: torch.zeros_like(x) for name, x in STATES["old"].items()}
+        dcp.load(loaded, storage_reader=StorageReader(folder / "all", threads=1), no_dist=True)
+        return label(loaded)
+
+
 class Retention:
     """Resume a run that keeps one checkpoint, and save the next, so that the old one is removed."""
 
@@ -184,6 +220,7 @@ SCENARIOS = {
     "compress": Compress(),
     "checkpoint": SaveCheckpoint(),
     "delta checkpoint": SaveCheckpoint(is_delta=True),
+    "distributed": DistributedCheckpoint(),
     "retention": Retention(),
     "folder": ReplaceFolder(),
     "delta": Delta(),

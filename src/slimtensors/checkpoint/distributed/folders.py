@@ -18,6 +18,11 @@ from slimtensors.checkpoint.distributed.manifest import (
     StoredChunk,
     StoredTensor,
 )
+from slimtensors.checkpoint.distributed.pending import (
+    PendingFolder,
+    create_run_id,
+    resolve_path,
+)
 from slimtensors.checkpoint.distributed.pieces import (
     PIECE_BYTES,
     PREFIX,
@@ -30,7 +35,6 @@ from slimtensors.checkpoint.distributed.pieces import (
     split_box,
 )
 from slimtensors.checkpoint.distributed.reader import StoredShards
-from slimtensors.checkpoint.distributed.writer import PendingFolder
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
@@ -44,8 +48,14 @@ from slimtensors.folder.config_json import (
     remove_compression,
 )
 from slimtensors.parallel import Each, Workers
-from slimtensors.storage import StrPath, local_path, read_bytes, write_file_atomically
-from slimtensors.storage.atomic import create_folder
+from slimtensors.storage import (
+    StrPath,
+    is_distributed,
+    local_path,
+    read_bytes,
+    write_file_atomically,
+)
+from slimtensors.storage.atomic import check_absent, create_folder
 from slimtensors.tensor import Json, Spec, dtype_name
 
 _log = logging.getLogger(__name__)
@@ -123,7 +133,9 @@ def distribute(
     choose = require_lossless(presets.find(preset))
     archive = Archive(path)
     archive.check_not_delta()
-    pending = PendingFolder(target, overwrite=overwrite)
+    if not (overwrite and is_distributed(target)):
+        check_absent(resolve_path(target))
+    pending = PendingFolder(target, create_run_id(), overwrite=overwrite)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, int] = {}
     for rank, names in enumerate(archive.shards().values()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -40,6 +41,8 @@ from slimtensors.storage import open_for_reading, write_file_atomically
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 VERSION = 1
+DCP_VERSION: str = getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0")
+"""Version of torch's metadata; releases before 2.7 have none."""
 _FORMAT = "slimtensors distributed checkpoint"
 _SEAL = ',\n"crc32c": '
 
@@ -282,7 +285,9 @@ def to_metadata(manifest: DistributedManifest) -> Metadata:
     items |= {name: BytesStorageMetadata() for name in manifest.objects}
     paths = {name: tensor.path for name, tensor in manifest.tensors.items() if tensor.path}
     paths |= {name: value.path for name, value in manifest.objects.items() if value.path}
-    return Metadata(items, planner_data=paths or None)
+    metadata = Metadata(items, planner_data=paths or None)
+    metadata.version = DCP_VERSION
+    return metadata
 
 
 def _to_tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -22,6 +22,7 @@ from slimtensors.checkpoint.distributed.manifest import (
     read_distributed_manifest,
     to_metadata,
 )
+from slimtensors.checkpoint.distributed.pending import create_run_id
 from slimtensors.checkpoint.distributed.pieces import (
     Box,
     count_pieces,
@@ -61,6 +62,8 @@ class StorageReader(TorchStorageReader):
     ) -> None:
         super().__init__()
         self.checkpoint_id = None if path is None else local_path(path)
+        self.load_id = create_run_id()
+        """Id of the load."""
         self._base, self._threads = base, threads
         self._stored: StoredShards | None = None
 
@@ -73,6 +76,7 @@ class StorageReader(TorchStorageReader):
         """Prepare to read another checkpoint."""
         if checkpoint_id is not None:
             self.checkpoint_id = local_path(checkpoint_id)
+        self.load_id = create_run_id()
         self._stored = None
 
     def read_metadata(self) -> Metadata:
@@ -82,7 +86,11 @@ class StorageReader(TorchStorageReader):
         base = local_path(self._base) if self._base is not None else None
         self._stored = StoredShards(self.checkpoint_id, base=base)
         metadata = to_metadata(self._stored.manifest)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=self._stored.manifest.run,
+            load_id=self.load_id,
+        )
         return metadata
 
     def set_up_storage_reader(
@@ -204,7 +212,7 @@ class StoredShards:
         return self._decoded_bytes + (self._base.decoded_bytes if self._base else 0)
 
     def check_files(self) -> None:
-        """Raise unless the folder contains exactly the files of this checkpoint."""
+        """Raise unless the folder contains the files of this checkpoint; others are ignored."""
         files = self.manifest.files
         for name, size in files.items():
             path = self.folder / name
@@ -212,11 +220,6 @@ class StoredShards:
                 raise CorruptFileError(f"{path} not found; the checkpoint is incomplete")
             if (actual := path.stat().st_size) != size:
                 raise CorruptFileError(f"{path}: expected {size} bytes, got {actual}")
-        for path in sorted(self.folder.glob("*.safetensors")):
-            if path.name not in files:
-                raise FormatError(
-                    f"{path} is not part of checkpoint {self.manifest.run}; remove it"
-                )
         if self._base is not None:
             self._base.check_files()
 

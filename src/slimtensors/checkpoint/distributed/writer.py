@@ -1,25 +1,23 @@
 """Save through `torch.distributed.checkpoint`: one file per rank, committed together."""
 
 import io
-import os
-import secrets
-import weakref
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from slimtensors.archive.values import PICKLED_TYPES
 from slimtensors.checkpoint.distributed.coding import (
     CodingOptions,
     RankAssignment,
@@ -27,13 +25,17 @@ from slimtensors.checkpoint.distributed.coding import (
     write_rank_file,
 )
 from slimtensors.checkpoint.distributed.manifest import (
+    DCP_VERSION,
     VERSION,
     DistributedBase,
     DistributedManifest,
     WrittenItem,
     collect_results,
-    read_base_name,
-    write_distributed_manifest,
+)
+from slimtensors.checkpoint.distributed.pending import (
+    PendingFolder,
+    create_run_id,
+    resolve_path,
 )
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, Piece, split_box
 from slimtensors.checkpoint.distributed.reader import StoredShards
@@ -48,14 +50,12 @@ from slimtensors.checkpoint.profiles import (
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import ConfigError, MismatchError, UnsupportedTensorError
-from slimtensors.storage import (
-    StrPath,
-    is_distributed,
-    local_path,
-    temporary_folder,
-)
-from slimtensors.storage.atomic import check_absent, commit_folder
+from slimtensors.storage import StrPath, local_path
+from slimtensors.storage.files import name_write_errors
 from slimtensors.tensor import Spec, check_storable
+
+_COPY_AHEAD = 10_000_000
+"""Default of torch's `FileSystemWriter`."""
 
 
 class StorageWriter(TorchStorageWriter):
@@ -65,9 +65,12 @@ class StorageWriter(TorchStorageWriter):
     checkpoint in the same parent folder, saved by any number of ranks, only differences are
     stored. `profile` and `lossy` select what may be rounded, as in `slimtensors.checkpoint`.
 
-    A save is atomic: the checkpoint is complete or absent. An existing checkpoint is an error, or
-    replaced once the new one is complete if `overwrite`. Rows are stored in pieces of
-    `piece_bytes`; a rank that needs one row decodes its whole piece.
+    A save is atomic: the checkpoint is complete or absent. An existing checkpoint is replaced once
+    the new one is complete, or is an error without `overwrite`. Other files in the folder stay.
+    Rows are stored in pieces of `piece_bytes`; a rank that needs one row decodes its whole piece.
+
+    The remaining options are those of torch's `FileSystemWriter`. `thread_count` is another name
+    of `threads`; of the others, only the default is supported.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -85,18 +88,38 @@ class StorageWriter(TorchStorageWriter):
         profile: str | Profile = "exact",
         lossy: Filter | None = None,
         base: StrPath | None = None,
-        overwrite: bool = False,
+        overwrite: bool = True,
         piece_bytes: int = PIECE_BYTES,
         threads: int | None = None,
+        thread_count: int | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        per_thread_copy_ahead: int = _COPY_AHEAD,
+        cache_staged_state_dict: bool = False,
     ) -> None:
         super().__init__()
+        _require("single_file_per_rank", single_file_per_rank, True, "each rank writes one file")
+        _require("sync_files", sync_files, True, "files are always synced to disk")
+        copy_ahead = "tensors are copied one by one"
+        _require("per_thread_copy_ahead", per_thread_copy_ahead, _COPY_AHEAD, copy_ahead)
+        staging = "pass async_stager=DefaultStager(…) to async_save, which reuses its memory"
+        _require("cache_staged_state_dict", cache_staged_state_dict, False, staging)
+        if thread_count is not None:
+            if threads is not None:
+                raise ConfigError("pass threads or thread_count, not both")
+            threads = thread_count
         self.checkpoint_id = None if path is None else local_path(path)
+        self.save_id = create_run_id()
+        """Id of the last save, or of the next one before there is any."""
         self._piece_bytes = piece_bytes
         self._preset_name = preset if isinstance(preset, str) else "own"
         self._options = CodingOptions(preset, find_profile(profile), lossy, None, threads)
         self._base_path, self._overwrite = base, overwrite
         self._base: DistributedBase | None = None
+        self._settings: _SaveSettings | None = None
         self._pending: PendingFolder | None = None
+        self._is_saved = False
+        self._has_cached_plans = False
         if piece_bytes < 1:
             raise ConfigError(f"piece_bytes must be at least 1, got {piece_bytes}")
         found = self._options.profile
@@ -111,18 +134,24 @@ class StorageWriter(TorchStorageWriter):
         """Prepare to write another checkpoint."""
         if checkpoint_id is not None:
             self.checkpoint_id = local_path(checkpoint_id)
+        self.save_id, self._is_saved = create_run_id(), False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise `ConfigError` if the ranks do not coordinate."""
-        if not kwargs.get("use_collectives", True):
-            raise ConfigError("use_collectives=False is not supported: all ranks commit together")
+        """Raise `ConfigError` if several ranks do not coordinate."""
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if not kwargs.get("use_collectives", True) and not is_alone:
+            raise ConfigError(
+                "use_collectives=False is not supported with several ranks: all commit together"
+            )
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the path of the checkpoint as metadata."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        """Return path and id of the save that begins."""
+        if self._is_saved:
+            self.save_id, self._is_saved = create_run_id(), False
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add the settings of this rank to its plan."""
+        """Open the base, and return the plan unchanged."""
         target = resolve_path(self._require_path())
         self._options, self._base = replace(self._options, base=None), None
         if self._base_path is not None:
@@ -134,7 +163,7 @@ class StorageWriter(TorchStorageWriter):
             stored = StoredShards(folder, deltas=[target])
             self._options = replace(self._options, base=stored)
             self._base = DistributedBase(folder.name, stored.manifest.run)
-        settings = _SaveSettings(
+        self._settings = _SaveSettings(
             VERSION,
             version("slimtensors"),
             str(target),
@@ -143,34 +172,42 @@ class StorageWriter(TorchStorageWriter):
             self._base.run if self._base else None,
             self._piece_bytes,
         )
-        return replace(plan, storage_data=settings)
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all ranks have the same settings, and assign a file to each."""
-        if not all(plan.usable for plan in plans):
-            raise ConfigError("cached plans (enable_plan_caching) are not supported")
-        _check_settings([plan.storage_data for plan in plans])
-        if self._options.lossy is not None:
+        """Create the folder of the save, and assign a file to each rank."""
+        assert self._settings is not None
+        self._has_cached_plans = not all(plan.usable for plan in plans)
+        if self._options.lossy is not None and not self._has_cached_plans:
             infos = (info for plan in plans for info in _describe_plan(plan))
             select_tensors(self._options.lossy, {info.name: info for info in infos})
-        self._pending = PendingFolder(self._require_path(), overwrite=self._overwrite)
-        run, folder = self._pending.run, self._pending.path
+        path = self._require_path()
+        self._pending = pending = PendingFolder(path, self.save_id, overwrite=self._overwrite)
+        orders = [
+            _RankOrder(RankAssignment(pending.run, pending.path, rank), self._settings)
+            for rank in range(len(plans))
+        ]
+        _received.order = orders[0]  # a single process does not send it
         return [
-            replace(plan, storage_data=RankAssignment(run, folder, rank))
-            for rank, plan in enumerate(plans)
+            replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the file of this rank."""
+        order = _received.order
+        assert self._settings is not None
+        _check_settings(order.assignment.rank, self._settings, order.settings)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(self._write(plan, planner) if plan.items else [])
+        done.set_result(self._write(order.assignment, plan, planner) if plan.items else [])
         self._options = replace(self._options, base=None)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that all items were written, write the manifest, and rename the folder."""
+        """Check that all items were written, and commit the checkpoint with its manifest."""
         pending = self._pending
         assert pending is not None
+        if self._options.lossy is not None and self._has_cached_plans:
+            select_tensors(self._options.lossy, _describe_metadata(metadata))
         tensors, objects, files = collect_results(metadata, results)
         for name, size in files.items():
             file = pending.path / name
@@ -193,7 +230,10 @@ class StorageWriter(TorchStorageWriter):
             kept_exact={name: item.note for name, item in items if item.note},
         )
         pending.commit(manifest)
-        self._pending = None
+        self._pending, self._is_saved = None, True
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for r in results for result in r}
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=pending.run)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -205,8 +245,9 @@ class StorageWriter(TorchStorageWriter):
             raise ConfigError("no target given; pass StorageWriter(path) or checkpoint_id=")
         return self.checkpoint_id
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        assignment = plan.storage_data
+    def _write(
+        self, assignment: RankAssignment, plan: SavePlan, planner: SavePlanner
+    ) -> list[WriteResult]:
         if not assignment.folder.is_dir():
             raise ConfigError(
                 f"{assignment.folder} not found: another save to the same path has started, or the"
@@ -214,13 +255,12 @@ class StorageWriter(TorchStorageWriter):
             )
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        saved = write_rank_file(
-            assignment,
-            [x for item in tensors for x in _split_item(item, plan, planner, self._piece_bytes)],
-            {item.index.fqn: _find_object(item, planner) for item in objects},
-            getattr(planner, "state_dict", {}),
-            self._options,
-        )
+        limit = self._piece_bytes
+        pieces = [piece for item in tensors for piece in _split_item(item, plan, planner, limit)]
+        values = {item.index.fqn: _find_object(item, planner) for item in objects}
+        full_state = getattr(planner, "state_dict", {})
+        with name_write_errors(self._require_path()):
+            saved = write_rank_file(assignment, pieces, values, full_state, self._options)
 
         def make_result(item: WriteItem) -> WriteResult:
             name = item.index.fqn
@@ -231,46 +271,15 @@ class StorageWriter(TorchStorageWriter):
         return [make_result(item) for item in plan.items]
 
 
-class PendingFolder:
-    """The temporary folder of a save; deleted with this object unless it is committed."""
-
-    def __init__(self, path: StrPath, *, overwrite: bool = False) -> None:
-        self.run = secrets.token_hex(8)
-        self._target = resolve_path(path)
-        self._replaces = overwrite and is_distributed(self._target)
-        if self._replaces:
-            _check_no_deltas(self._target)
-        else:
-            check_absent(self._target)
-        resources = ExitStack()
-        self.path = resources.enter_context(temporary_folder(self._target))
-        self._close = weakref.finalize(self, resources.close)
-
-    def commit(self, manifest: DistributedManifest) -> None:
-        """Write the manifest, and rename the folder to its final name."""
-        write_distributed_manifest(self.path, manifest)
-        commit_folder(self.path, self._target, replace=self._replaces)
-        self._close()
-
-
-def resolve_path(path: StrPath) -> Path:
-    """Return the absolute path of a checkpoint, with symlinks resolved."""
-    return Path(os.path.realpath(local_path(path)))
-
-
-def _check_no_deltas(target: Path) -> None:
-    """Raise `ConfigError` if this checkpoint is the base of another one in the same folder."""
-    for folder in sorted(target.parent.iterdir()):
-        if folder != target and is_distributed(folder) and read_base_name(folder) == target.name:
-            raise ConfigError(
-                f"{target} cannot be overwritten: it is the base of {folder.name};"
-                f" remove {folder.name} first, or save elsewhere"
-            )
+def _require(name: str, value: object, default: object, reason: str) -> None:
+    """Raise `ConfigError` if an option has another value than the only supported one."""
+    if value != default:
+        raise ConfigError(f"{name}={value!r} is not supported: {reason}")
 
 
 @dataclass(frozen=True)
 class _SaveSettings:
-    """Settings that must be the same on all ranks; each rank sends them with its plan."""
+    """Settings that must be the same on all ranks; each compares its own with the coordinator's."""
 
     format: int
     library: str
@@ -282,16 +291,40 @@ class _SaveSettings:
     piece_bytes: int
 
 
-def _check_settings(settings: Sequence[_SaveSettings]) -> None:
-    """Raise `MismatchError` if the settings of two ranks differ."""
-    for rank, other in enumerate(settings):
-        for field in fields(_SaveSettings):
-            expected, actual = getattr(settings[0], field.name), getattr(other, field.name)
-            if expected != actual:
-                raise MismatchError(
-                    f"rank {rank} has {field.name} {actual!r}, rank 0 has {expected!r};"
-                    " all ranks must use the same settings"
-                )
+@dataclass(frozen=True)
+class _RankOrder:
+    """The coordinator's message to a rank, which is sent with its plan.
+
+    It is kept when it arrives: with `enable_plan_caching`, planners replace an unchanged plan by
+    that of an earlier save, whose storage data is out of date.
+    """
+
+    assignment: RankAssignment
+    settings: _SaveSettings
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _received.order = self
+
+
+class _Received(threading.local):
+    """The last message that arrived in this thread."""
+
+    order: _RankOrder
+
+
+_received = _Received()
+
+
+def _check_settings(rank: int, actual: _SaveSettings, expected: _SaveSettings) -> None:
+    """Raise `MismatchError` if the settings of a rank differ from those of the coordinator."""
+    for field in fields(_SaveSettings):
+        own, other = getattr(actual, field.name), getattr(expected, field.name)
+        if own != other:
+            raise MismatchError(
+                f"rank {rank} has {field.name} {own!r}, rank 0 has {other!r};"
+                " all ranks must use the same settings"
+            )
 
 
 def _describe_plan(plan: SavePlan) -> Iterator[StateTensorInfo]:
@@ -301,6 +334,16 @@ def _describe_plan(plan: SavePlan) -> Iterator[StateTensorInfo]:
             name = item.index.fqn
             spec = Spec(item.tensor_data.properties.dtype, tuple(item.tensor_data.size))
             yield describe_tensor(name, spec, _find_path(plan, name))
+
+
+def _describe_metadata(metadata: Metadata) -> dict[str, StateTensorInfo]:
+    """Return the role of each tensor of a save."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {
+        name: describe_tensor(name, Spec(item.properties.dtype, tuple(item.size)), paths.get(name))
+        for name, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
 
 
 def _split_item(
@@ -320,17 +363,21 @@ def _split_item(
 
 def _find_object(item: WriteItem, planner: SavePlanner) -> Any:
     """Return the value of an item that is not a tensor, never in pickled form."""
-    default = DefaultSavePlanner.transform_object
-    if isinstance(planner, DefaultSavePlanner) and type(planner).transform_object is default:
+    if isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name)
+        for name in ("resolve_data", "transform_object")
+    ):
         return planner.lookup_object(item.index)
     raw = planner.resolve_data(item)
     assert isinstance(raw, io.BytesIO)
     raw.seek(0)
     try:
-        return torch.load(raw, weights_only=True)
+        with torch.serialization.safe_globals(PICKLED_TYPES):
+            return torch.load(raw, weights_only=True)
     except Exception as error:
         raise UnsupportedTensorError(
-            f"{item.index.fqn}: cannot read the bytes of planner {type(planner).__name__}"
+            f"{item.index.fqn}: the bytes of planner {type(planner).__name__} are not a file of"
+            f" torch.save that weights_only=True can read: {error}"
         ) from error
 
 
