@@ -13,7 +13,7 @@ import pathlib
 import sys
 import types
 import uuid
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -36,14 +36,13 @@ TAGS = frozenset(
 """Keys of the objects that `describe` returns."""
 
 PICKLED_TYPES: list[Any] = [
-    *(range, slice, complex, bytearray, io.BytesIO, deque, Counter, defaultdict),
-    *(bool, dict, float, int, list, set, str, tuple),  # factories of a defaultdict
+    *(range, slice, complex, frozenset, bytearray, io.BytesIO, Counter),
     *(decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(argparse.Namespace, types.SimpleNamespace),
 ]
-"""Types of values in a state that `torch.load(weights_only=True)` may be allowed to create."""
+"""Types of values that are safe globals for `torch.load(weights_only=True)`."""
 
 _MAX_INLINE = 1 << 16
 """Longer bytes are stored as a tensor: a header of megabytes is slow to read."""

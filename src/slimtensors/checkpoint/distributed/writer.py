@@ -375,9 +375,10 @@ def _find_object(item: WriteItem, planner: SavePlanner) -> Any:
         with torch.serialization.safe_globals(PICKLED_TYPES):
             return torch.load(raw, weights_only=True)
     except Exception as error:
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
         raise UnsupportedTensorError(
             f"{item.index.fqn}: the bytes of planner {type(planner).__name__} are not a file of"
-            f" torch.save that weights_only=True can read: {error}"
+            f" torch.save that weights_only=True can read: {reason or 'unknown format'}"
         ) from error
 
 
