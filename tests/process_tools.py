@@ -33,7 +33,7 @@ def run_ranks(count, work, *, timeout=30, store=None):
     return [results[rank] for rank in range(count)]
 
 
-def torchrun(count, *words, script=None, **environment):
+def torchrun(count, *words, script=None, cwd=None, **environment):
     """Run the command line, or a script, in `count` processes."""
     program = [str(script)] if script else ["-m", "slimtensors"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -43,6 +43,7 @@ def torchrun(count, *words, script=None, **environment):
         text=True,
         check=False,
         timeout=240,
+        cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 

@@ -110,7 +110,7 @@ def _check_target(target: Path, *, overwrite: bool) -> bool:
         if not overwrite:
             raise ConfigError(f"Checkpoint already exists and overwrite=False: {target}")
         _check_no_deltas(target)
-        _log.warning("%s: replacing an existing checkpoint, because overwrite=True", target)
+        _log.info("%s: replacing an existing checkpoint", target)
     elif (target / _TORCH_MANIFEST).exists():
         # FileSystemReader would go on loading it from the same folder.
         raise ConfigError(
