@@ -1,5 +1,10 @@
 """Training states: building, checking, restoring."""
 
+from argparse import Namespace
+from collections import deque
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +45,23 @@ def test_a_state_round_trips_with_every_type(tmp_path):
     assert back["model"]["out.weight"] is back["model"]["words.weight"]
     assert back["layout"]["embeddings"] == ["words.weight"]
     assert set(back["layout"]["norms"]) >= {"hidden.2.weight", "norm.bias"}
+
+
+def test_values_of_the_standard_library_round_trip_in_full_checkpoints_and_deltas(tmp_path):
+    extra = {
+        "loader": {"seen": {1, 2}, "window": deque([1.5], maxlen=3), "raw": bytearray(b"x")},
+        "range": range(1, 9, 2),
+        "args": Namespace(path=Path("data"), started=datetime(2024, 2, 29, tzinfo=UTC)),
+        "took": timedelta(hours=1),
+        "long": bytes(range(256)) * 1000,
+    }
+    run = Run()
+    for name, base in (("a", None), ("b", tmp_path / "a")):
+        run.train(1)
+        save_checkpoint(build_state(run, extra=extra), tmp_path / name, base=base)
+        back = load_checkpoint(tmp_path / name)
+        assert {key: back[key] for key in extra} == extra
+        assert equal_states(back["model"], run.model.state_dict())
 
 
 def test_optimizer_states_of_higher_precision_keep_their_dtype(tmp_path):

@@ -14,16 +14,19 @@ import pytest
 import torch
 from slimtensors.distributed import StorageReader, StorageWriter
 from strategies import same_bits
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.stateful import Stateful
 
 from slimtensors.checkpoint import Filter
+from slimtensors.errors import ConfigError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -278,6 +281,13 @@ def test_every_save_and_every_load_has_an_id_of_its_own(storage, tmp_path):
     assert len(saves) == len(loads) == 3
 
 
+def test_the_metadata_of_a_save_names_the_files_on_disk(tmp_path):
+    for seed in range(2):
+        saved = save(make_state(seed), StorageWriter(tmp_path / "a"))
+        files = {item.file for item in saved.storage_data.values()}
+        assert files == {path.name for path in (tmp_path / "a").glob("*.safetensors")}
+
+
 def test_a_writer_that_is_not_reset_gives_every_checkpoint_an_id(tmp_path):
     writer = StorageWriter(tmp_path / "a")
     first, second = (save(make_state(seed), writer).storage_meta.save_id for seed in range(2))
@@ -443,8 +453,7 @@ def test_checkpoint_id_replaces_the_path(storage, tmp_path):
 def test_one_process_may_save_without_collectives(storage, tmp_path):
     writer, reader = storage
     save(make_state(1), writer(tmp_path / "a"), use_collectives=False)
-    if reader is StorageReader:  # torch's reader finds it under `no_dist` only with a rank
-        assert same(load(reader(tmp_path / "a"), make_state()), make_state(1))
+    assert same(load(reader(tmp_path / "a"), make_state()), make_state(1))
 
 
 NATIVE_OPTIONS = [
@@ -462,3 +471,25 @@ def test_options_of_the_writer_work_as_natively(storage, tmp_path, options):
     writer, reader = storage
     save(make_state(1), writer(tmp_path / "a", **options))
     assert same(load(reader(tmp_path / "a"), make_state()), make_state(1))
+
+
+def test_options_of_the_files_of_torch_are_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match="serialization_format"):
+        StorageWriter(tmp_path / "a", serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ConfigError, match="sync_files=False is not supported"):
+        StorageWriter(tmp_path / "a", sync_files=False)
+    with pytest.raises(ConfigError, match="s3://a is a URL"):
+        StorageWriter("s3://a")
+
+
+def test_a_group_of_some_ranks_saves_alone(storage, tmp_path):
+    writer, reader = storage
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        state = blank(make_state())
+        dcp.save(make_state(3), storage_writer=writer(tmp_path / "a"), process_group=group)
+        dcp.load(state, storage_reader=reader(tmp_path / "a"), process_group=group)
+    finally:
+        dist.destroy_process_group()
+    assert same(state, make_state(3))

@@ -52,14 +52,19 @@ class PendingFolder:
         self.run = run
         self._target = resolve_path(path)
         self._is_in_place = _check_target(self._target, overwrite=overwrite)
+        place = self._target
+        if self._is_in_place:
+            remove_leftovers(self._target)
+            place = self._target / MANIFEST
         resources = ExitStack()
-        remove_leftovers(self._target)
-        place = self._target / MANIFEST if self._is_in_place else self._target
         self.path = resources.enter_context(temporary_folder(place))
         self._close = weakref.finalize(self, resources.close)
 
-    def commit(self, manifest: DistributedManifest) -> None:
-        """Write the manifest, and make the files of this save the checkpoint."""
+    def commit(self, manifest: DistributedManifest) -> DistributedManifest:
+        """Write the manifest, and make the files of this save the checkpoint.
+
+        Return the manifest as stored: its files may have other names, in the same order.
+        """
         with name_write_errors(self._target):
             if not self._is_in_place:
                 write_distributed_manifest(self.path, manifest)
@@ -70,15 +75,17 @@ class PendingFolder:
                         raise
                     self._is_in_place = True  # other files were added in the meantime
             if self._is_in_place:
-                self._move_files(manifest)
+                manifest = self._move_files(manifest)
         self._close()
+        return manifest
 
-    def _move_files(self, manifest: DistributedManifest) -> None:
+    def _move_files(self, manifest: DistributedManifest) -> DistributedManifest:
         """Move the files to the target, replace its manifest, and remove the previous files."""
         target = self._target
         names = {name: f"{Path(name).stem}-{self.run}.safetensors" for name in manifest.files}
         files = {names[name]: size for name, size in manifest.files.items()}
-        write_distributed_manifest(self.path, replace(manifest, files=files))
+        renamed = replace(manifest, files=files)
+        write_distributed_manifest(self.path, renamed)
         sync_tree(self.path)
         with lock_replacement(target / MANIFEST):
             previous = _list_files(target)
@@ -93,6 +100,7 @@ class PendingFolder:
                 is_ours = found is not None and (found["run"] or path.name in previous)
                 if is_ours and path.name not in files:
                     path.unlink(missing_ok=True)
+        return renamed
 
 
 def resolve_path(path: StrPath) -> Path:

@@ -229,10 +229,15 @@ class StorageWriter(TorchStorageWriter):
             errors=errors,
             kept_exact={name: item.note for name, item in items if item.note},
         )
-        pending.commit(manifest)
+        stored = pending.commit(manifest)
         self._pending, self._is_saved = None, True
+        names = dict(zip(files, stored.files, strict=True))
         metadata.version = DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for r in results for result in r}
+        metadata.storage_data = {
+            result.index: replace(result.storage_data, file=names[result.storage_data.file])
+            for part in results
+            for result in part
+        }
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=pending.run)
 
     @classmethod
