@@ -21,7 +21,10 @@ from typing import Any
 
 from expected import write_expected
 from lightning.fabric.utilities.data import AttributeDict
+from make_states import normal
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from slimtensors.distributed import StorageWriter
+from torch.distributed import checkpoint as dcp
 
 import slimtensors
 
@@ -60,12 +63,31 @@ def make_state() -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def write_states(folder: Path) -> None:
     """Write a state with all types."""
-    target = folder / "states"
+    folder.mkdir(parents=True)
+    slimtensors.save(make_state(), folder / "everything.safetensors")
+    write_expected(make_state(), folder / "expected-everything.json")
+
+
+def write_distributed(folder: Path) -> None:
+    """Write a distributed checkpoint into a folder that contains other files."""
+    target = folder / "other-files"
     target.mkdir(parents=True)
-    slimtensors.save(make_state(), target / "everything.safetensors")
-    write_expected(make_state(), target / "expected-everything.json")
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_text("{}")
+    options = argparse.Namespace(path=pathlib.PurePosixPath("x"), long=bytes(70_000))
+    state = {"model": {"weight": normal(500, 6, 4)}, "options": options, "step": 3}
+    for _ in range(2):  # the second save replaces the first
+        dcp.save(state, storage_writer=StorageWriter(target), no_dist=True)
+    write_expected(state, folder / "expected-other-files.json")
+
+
+def main(folder: Path) -> None:
+    """Write what does not exist yet."""
+    for name, write in (("states", write_states), ("distributed", write_distributed)):
+        if not (folder / name).exists():
+            write(folder / name)
 
 
 if __name__ == "__main__":
