@@ -29,7 +29,7 @@ CANNOT_BE_STORED = {
     "freed": lambda: resized(0),
     "shrunk": lambda: resized(16),
     "shrunk by one": lambda: resized(3999),
-    "range": lambda: range(2),
+    "memoryview": lambda: memoryview(b"x"),
     "inside": lambda: [{"x": torch.eye(3).to_sparse()}],
 }
 

@@ -78,7 +78,7 @@ class Odd(torch.Tensor):
             torch.quantize_per_tensor,
             "cannot store values of type builtins.builtin_function_or_method",
         ),
-        (range(2), "cannot store values of type builtins.range"),
+        (memoryview(b"x"), "cannot store values of type builtins.memoryview"),
         (torch.empty(3, device="meta"), "meta device"),
         (torch.ones(3).as_subclass(Odd), "tensor type Odd"),
     ],
