@@ -23,15 +23,19 @@ from frameworks.trainer_runs import (
     train,
 )
 from process_tools import torchrun
+from safetensors.torch import load_file
 from strategies import same_bits
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
     EarlyStoppingCallback,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slimtensors.checkpoint import list_checkpoints, load_checkpoint, verify_run
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
@@ -311,6 +315,43 @@ def test_from_pretrained_loads_checkpoints(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert_equal_weights(again.state_dict(), weights(trainer))
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def make_renamed(kind):
+    """A model whose modules have other names than its files."""
+    if kind == "bert":
+        config = BertConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+        )
+        return BertForMaskedLM(config)
+    config = CONFIG_MAPPING["mixtral"](
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["bert", "mixtral"])
+def test_a_model_from_a_checkpoint_is_saved_under_the_names_of_its_files(tmp_path, kind):
+    trainer, _ = train(
+        SlimTrainer, tmp_path / "run", make_model=lambda: make_renamed(kind), max_steps=1
+    )
+    loaded = type(trainer.model).from_pretrained(tmp_path / "run" / "checkpoint-1")
+    assert_equal_weights(loaded.state_dict(), weights(trainer))
+    saved = {}
+    for name, model in (("loaded", loaded), ("trained", trainer.model)):
+        model.save_pretrained(tmp_path / name)
+        saved[name] = load_file(tmp_path / name / "model.safetensors")
+    assert_equal_weights(saved["loaded"], saved["trained"])
 
 
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(tmp_path):

@@ -174,10 +174,11 @@ class SlimQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: nn.Module
     ) -> list[WeightTransform]:
-        """Add decoding to the transforms."""
-        return (
-            add_decoding(weight_conversions, self._reader) if self._reader else weight_conversions
-        )
+        """Add decoding to the transforms; those of the model apply to names in its files only."""
+        if not self._reader:
+            return weight_conversions
+        is_checkpoint = self.quantization_config.checkpoint  # which has the names of the modules
+        return add_decoding([] if is_checkpoint else weight_conversions, self._reader)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
@@ -209,6 +210,7 @@ class SlimQuantizer(HfQuantizer):
                 model.tie_weights(recompute_mapping=False)  # tied weights are two files on disk
         if self.quantization_config.checkpoint:
             del model.config.transformers_weights
+            model._weight_conversions = None  # saved like a model that was not loaded
             return attach_saver(model, StoredWeights())
         is_quantized = self._quantization is not None
         preset = QUANTIZED if is_quantized else self.quantization_config.preset
