@@ -69,34 +69,65 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path):
     assert verify_run(tmp_path / "b")
 
 
-def test_a_checkpoint_that_others_need_is_not_removed(tmp_path):
+def test_what_others_need_of_a_removed_checkpoint_stays(tmp_path):
     fit(tmp_path, save_top_k=1, save_last=True)
     found = {point.name: point.manifest for point in points(tmp_path)}
-    assert {"epoch=5.ckpt", "last.ckpt"} <= found.keys()
     bases = {about.base.name for about in found.values() if about.base}
     assert found.keys() == {"epoch=5.ckpt", "last.ckpt"} | bases
     assert verify_run(tmp_path)
     assert load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 24
 
 
-def test_a_base_is_removed_with_the_last_checkpoint_that_needs_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("base", ["auto", "chain"])
+def test_a_base_is_removed_with_the_last_checkpoint_that_needs_it(tmp_path, monkeypatch, base):
     monkeypatch.setattr("slimtensors.checkpoint.run._MAX_DELTA_RATIO", 10.0)
-    plugin = SlimCheckpointIO()
-    state = {"state_dict": {"w": torch.randn(64, 64)}, "global_step": 0}
-    for step in range(3):
-        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / f"{step}.ckpt")
-    assert [p.manifest.base and p.manifest.base.name for p in points(tmp_path)] == [
-        None,
-        "0.ckpt",
-        "0.ckpt",
-    ]
-    plugin.remove_checkpoint(tmp_path / "0.ckpt")
-    assert names(tmp_path) == ["0.ckpt", "1.ckpt", "2.ckpt"]
-    plugin.remove_checkpoint(tmp_path / "1.ckpt")
-    assert names(tmp_path) == ["0.ckpt", "2.ckpt"]
-    plugin.remove_checkpoint(tmp_path / "2.ckpt")
+    plugin = SlimCheckpointIO(base=base)
+    weight = torch.randn(64, 64)
+    for step in range(4):
+        state = {"state_dict": {"w": weight + step}, "global_step": step}
+        plugin.save_checkpoint(state, tmp_path / f"{step}.ckpt")
+    bases = [p.manifest.base and p.manifest.base.name for p in points(tmp_path)]
+    assert bases == [None, *(["0.ckpt"] * 3 if base == "auto" else ["0.ckpt", "1.ckpt", "2.ckpt"])]
+    left = {"0", "1", "2", "3"}
+    for step in (0, 2, 1):
+        plugin.remove_checkpoint(tmp_path / f"{step}.ckpt")
+        left -= {str(step)}
+        assert {name for name in names(tmp_path) if name.endswith(".ckpt")} == {
+            f"{name}.ckpt" for name in left
+        }
+        assert verify_run(tmp_path)
+        for name in left:
+            state = plugin.load_checkpoint(tmp_path / f"{name}.ckpt")
+            assert same_bits(state["state_dict"]["w"], weight + int(name))
+    assert len(names(tmp_path)) == (2 if base == "auto" else 4)
+    plugin.remove_checkpoint(tmp_path / "3.ckpt")
     assert names(tmp_path) == []
-    plugin.remove_checkpoint(tmp_path / "2.ckpt")  # already removed
+    plugin.remove_checkpoint(tmp_path / "3.ckpt")  # already removed
+
+
+def test_a_kept_base_takes_no_space_of_its_own(tmp_path):
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.randn(64, 64)}}
+    for step in range(2):
+        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / f"{step}.ckpt")
+    inode = (tmp_path / "0.ckpt" / "state.safetensors").stat().st_ino
+    plugin.remove_checkpoint(tmp_path / "0.ckpt")
+    [base] = [point for point in points(tmp_path) if point.name != "1.ckpt"]
+    assert base.name == f"base-{base.manifest.id}"
+    assert (base.path / "state.safetensors").stat().st_ino == inode
+
+
+def test_a_base_that_a_damaged_checkpoint_mentions_stays(tmp_path):
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.randn(64, 64)}}
+    for step in range(2):
+        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / f"{step}.ckpt")
+    manifest = tmp_path / "1.ckpt" / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"step": 1', '"step": 7'))
+    plugin.remove_checkpoint(tmp_path / "0.ckpt")
+    assert sorted(name[:5] for name in names(tmp_path)) == ["1.ckp", "base-"]
+    plugin.remove_checkpoint(tmp_path / "1.ckpt")
+    assert names(tmp_path) == []
 
 
 def test_checkpoints_of_the_same_name_are_replaced(tmp_path):
@@ -106,11 +137,30 @@ def test_checkpoints_of_the_same_name_are_replaced(tmp_path):
     back = plugin.load_checkpoint(tmp_path / "last.ckpt", map_location="cpu")
     assert back["global_step"] == 1
     assert names(tmp_path) == ["last.ckpt"]
-    with pytest.raises(ConfigError, match="must be a device"):
-        plugin.load_checkpoint(tmp_path / "last.ckpt", map_location={"cuda:0": "cpu"})
-    with pytest.raises(ConfigError, match="storage_options"):
-        plugin.save_checkpoint({}, tmp_path / "x", storage_options=1)
-    save_checkpoint({"x": torch.ones(1)}, tmp_path / "other")
+
+
+def test_a_folder_of_other_files_is_not_replaced(tmp_path):
+    (tmp_path / "models").mkdir()
+    save_checkpoint({"x": torch.ones(1)}, tmp_path / "models" / "kept")
+    with pytest.raises(ConfigError, match="models is a folder of other files and is not replaced"):
+        SlimCheckpointIO().save_checkpoint({"x": torch.ones(1)}, tmp_path / "models")
+    assert load_checkpoint(tmp_path / "models" / "kept")["x"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base": "previous"}, "base must be 'auto', 'chain' or None"),
+        ({"keyframe_every": 0}, "keyframe_every must be a positive integer"),
+        ({"base": "chain", "keyframe_every": 1000}, "keyframe_every must be at most"),
+        ({"profile": "history"}, "cannot resume from profile 'history'"),
+        ({"profile": "lossy"}, "lossy"),
+        ({"threads": 0}, "threads must be a positive integer"),
+    ],
+)
+def test_invalid_options_are_refused_when_the_plugin_is_built(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SlimCheckpointIO(**options)
 
 
 def test_leftovers_and_links_do_not_prevent_a_replacement(tmp_path):

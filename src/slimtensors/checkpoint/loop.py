@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from slimtensors.archive import inspect
-from slimtensors.checkpoint.documents import MAX_BASES
 from slimtensors.checkpoint.loop_folder import LoopFolder, is_ours
 from slimtensors.checkpoint.manifest import check_metrics, is_checkpoint, read_count, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
@@ -23,6 +22,7 @@ from slimtensors.checkpoint.run import (
     DAMAGED,
     Point,
     Retention,
+    check_base_options,
     find_unreadable,
     list_checkpoints,
     remove_incomplete,
@@ -98,13 +98,9 @@ def checkpointing(
         ...         optimizer.step()
         ...         saved = ckpt.step(loss=loss.item())
     """
-    for name, value in (("every", every), ("keyframe_every", keyframe_every)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-    if base not in ("auto", "chain", None):
-        raise ConfigError(f"base must be 'auto', 'chain' or None, got {base!r}")
-    if base == "chain" and keyframe_every > MAX_BASES:
-        raise ConfigError(f"keyframe_every must be at most {MAX_BASES} with base='chain'")
+    if type(every) is not int or every < 1:
+        raise ConfigError(f"every must be a positive integer, got {every!r}")
+    check_base_options(base, keyframe_every)
     found = find_profile(profile)
     if found.is_model_only:
         raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slimtensors import archive
+from slimtensors.checkpoint.documents import MAX_BASES
 from slimtensors.checkpoint.manifest import (
     MANIFEST,
+    CheckpointBase,
     CheckpointManifest,
     is_checkpoint,
     read_manifest,
+    write_manifest,
 )
 from slimtensors.checkpoint.store import (
     STATE,
@@ -21,22 +24,25 @@ from slimtensors.checkpoint.store import (
     Saved,
     SaveOptions,
     StoredState,
-    flatten_in_place,
     save_state,
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError, describe_error
 from slimtensors.storage import StrPath, local_path, read_bytes
 from slimtensors.storage.atomic import (
+    create_folder,
     find_leftovers,
     lock_folder,
     remove_folder,
     remove_unlocked,
 )
+from slimtensors.storage.files import copy_file
 
 _log = logging.getLogger(__name__)
 
 DAMAGED = "damaged-"
 """Prefix of folders that were set aside because their step was saved again."""
+_KEPT = "base-"
+"""Prefix of folders that contain a removed or replaced checkpoint because deltas need it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def find_unreadable(run: StrPath) -> dict[str, str]:
 
 
 def find_mentioned(names: Iterable[str], run: Path, points: Sequence[Point]) -> set[str]:
-    """Return the checkpoints whose names occur in the `checkpoint.json` of these folders.
+    """Return the checkpoints whose names or ids occur in the `checkpoint.json` of these folders.
 
     The files may be damaged; one of the checkpoints may be the base of a repairable one.
     """
@@ -99,7 +105,8 @@ def find_mentioned(names: Iterable[str], run: Path, points: Sequence[Point]) -> 
     for name in names:
         with suppress(FormatError, OSError):  # not a file, or not permitted
             texts.append(read_bytes(run / name / MANIFEST))
-    return {p.name for p in points if any(f'"{p.name}"'.encode() in text for text in texts)}
+    keys = {p.name: (f'"{p.name}"'.encode(), p.manifest.id.encode()) for p in points}
+    return {name for name, found in keys.items() if any(k in text for text in texts for k in found)}
 
 
 def remove_checkpoint(path: StrPath) -> None:
@@ -281,17 +288,61 @@ def find_bases(name: str, points: Sequence[Point]) -> set[str]:
     return include_bases([name], points) - {name}
 
 
-def flatten_deltas(folder: Path, *, threads: int | None = None) -> None:
-    """Save all deltas of a checkpoint in full, so that it can be replaced or removed."""
-    points = list_checkpoints(folder.parent)
-    bases = {point.name: find_bases(point.name, points) for point in points}
-    deltas = [point for point in points if folder.name in bases[point.name]]
-    # Those with the longest chain first: a flattened checkpoint is a base of nothing.
-    for point in sorted(deltas, key=lambda point: len(bases[point.name]), reverse=True):
-        try:
-            flatten_in_place(point.path, threads=threads)
-        except (FormatError, MismatchError) as error:
-            _log.warning("%s: unusable checkpoint left as it is: %s", point.path, error)
+def discard_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint; what deltas need of it stays as `base-ID` until none needs it."""
+    keep_for_deltas(folder)
+    remove_folder(folder)
+    remove_unneeded_bases(folder.parent)
+
+
+def keep_for_deltas(folder: Path) -> None:
+    """Keep a checkpoint as `base-ID` if others need it, so that its name can be reused.
+
+    The new folder shares the file of the old one, where the file system has hard links. Deltas of
+    the checkpoint refer to the new folder; each is complete before the next step begins.
+    """
+    points = [point for point in list_checkpoints(folder.parent) if not point.path.is_symlink()]
+    manifest = next((point.manifest for point in points if point.path == folder), None)
+    if manifest is None:
+        return
+    base = CheckpointBase(folder.name, manifest.id)
+    deltas = [point for point in points if point.manifest.base == base]
+    unreadable = find_unreadable(folder.parent)
+    if not deltas and not find_mentioned(unreadable, folder.parent, [Point(folder, manifest)]):
+        return
+    kept = CheckpointBase(f"{_KEPT}{manifest.id}", manifest.id)
+    if not is_checkpoint(folder.with_name(kept.name)):
+        with create_folder(folder.with_name(kept.name)) as new:
+            _link_or_copy(folder / STATE, new / STATE)
+            write_manifest(new, manifest)
+    for point in deltas:
+        write_manifest(point.path, replace(point.manifest, base=kept))
+
+
+def remove_unneeded_bases(run: Path) -> None:
+    """Remove the folders of `keep_for_deltas` that no checkpoint needs any more."""
+    points = list_checkpoints(run)
+    kept = [point for point in points if is_kept_base(point)]
+    if not kept:
+        return
+    names = {point.name for point in points} - {point.name for point in kept}
+    names |= find_mentioned(find_unreadable(run), run, points)
+    needed = include_bases(names, points)
+    for point in reversed(kept):
+        if point.name not in needed:
+            remove_folder(point.path)
+
+
+def is_kept_base(point: Point) -> bool:
+    """Return True for a folder of `keep_for_deltas`."""
+    return point.name == f"{_KEPT}{point.manifest.id}"
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # not supported, or not permitted
+        copy_file(source, target)
 
 
 HISTORY = "history"
@@ -304,6 +355,16 @@ _HISTORY_KEYFRAME_EVERY = 8
 def select_resumable(points: Sequence[Point]) -> list[Point]:
     """Return the checkpoints from which training can resume."""
     return [point for point in points if point.manifest.profile != HISTORY]
+
+
+def check_base_options(base: str | None, keyframe_every: int) -> None:
+    """Raise `ConfigError` for invalid options of `choose_base`."""
+    if type(keyframe_every) is not int or keyframe_every < 1:
+        raise ConfigError(f"keyframe_every must be a positive integer, got {keyframe_every!r}")
+    if base not in ("auto", "chain", None):
+        raise ConfigError(f"base must be 'auto', 'chain' or None, got {base!r}")
+    if base == "chain" and keyframe_every > MAX_BASES:
+        raise ConfigError(f"keyframe_every must be at most {MAX_BASES} with base='chain'")
 
 
 def choose_base(

@@ -1,7 +1,7 @@
 """Checkpoints on disk: one folder each, with `state.safetensors` and `checkpoint.json`."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,9 +48,12 @@ from slimtensors.errors import (
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder, write_file_atomically
-from slimtensors.tensor import Json, Spec, clone_bits
+from slimtensors.tensor import Json, Spec
 
 STATE = "state.safetensors"
+
+Place = Callable[[Tensor], Tensor]
+"""Returns a tensor on the device where it is needed."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,13 @@ def _flatten(folder: Path, target: StrPath, options: "SaveOptions") -> Saved:
         errors=stored.manifest.errors,
     )
     return _write(state, target, content, options)
+
+
+def load_state_file(
+    path: Path, *, threads: int | None = None, place: Place | None = None
+) -> dict[str, Any]:
+    """Read a training state from the `state.safetensors` of a checkpoint without a base."""
+    return _load_state(TensorFile(path, lambda name, like, each: None), threads, place)
 
 
 @dataclass(frozen=True)
@@ -399,26 +409,6 @@ class StoredState:
         """Read and decode a tensor."""
         return self._file.load(name, each)
 
-    def load_all(self, *, threads: int | None = None) -> dict[str, Tensor]:
-        """Read and decode all tensors."""
-        copies = self._file.copies
-        names = [name for name in self.names() if name not in copies]
-        has_sibling = {name for name, e in self._file.entries.items() if e.by is not None}
-        found: dict[str, Tensor] = {}
-        with Workers(threads) as workers:
-
-            def load(name: str) -> Tensor:
-                return self._file.load(name, workers.each, found)
-
-            # Two passes: the second needs tensors of the first.
-            for is_second in (False, True):
-                batch = [name for name in names if (name in has_sibling) == is_second]
-                results = workers.in_order(load, batch, lambda name: self.spec(name).nbytes)
-                found.update(zip(batch, results, strict=True))
-        tensors = {name: found[name] for name in names}
-        tensors |= {name: tensors[target] for name, target in self.tied.items()}
-        return tensors | {name: clone_bits(tensors[target]) for name, target in copies.items()}
-
     def find_weights(self) -> dict[str, str]:
         """Return the names of the tensors in `model` by the names of the parameters."""
         with report_malformed(str(self.folder / STATE)):
@@ -445,9 +435,11 @@ class StoredState:
             metrics = unflatten(outlines[0], self._file) if outlines else {}
         return read_metrics(metrics) if isinstance(metrics, dict) else {}
 
-    def load_state(self, *, threads: int | None = None) -> dict[str, Any]:
-        """Read and decode all tensors and return the nested state."""
-        return rebuild_state(self._file.archive, self.load_all(threads=threads))
+    def load_state(
+        self, *, threads: int | None = None, place: Place | None = None
+    ) -> dict[str, Any]:
+        """Read and decode all tensors and return the nested state; `place` may move each tensor."""
+        return _load_state(self._file, threads, place)
 
     def _open_base(self, path: Path | None, deltas: Sequence[Path]) -> "StoredState | None":
         base = self.manifest.base
@@ -462,3 +454,10 @@ class StoredState:
         if (have := read_manifest(folder).id) != base.id:
             raise MismatchError(f"{delta}, but the checkpoint at {folder} has id {have}")
         return StoredState(folder, deltas=[*deltas, self.folder])
+
+
+def _load_state(file: TensorFile, threads: int | None, place: Place | None) -> dict[str, Any]:
+    tensors = file.load_all(threads=threads)
+    if place is not None:
+        tensors = {name: place(x) for name, x in tensors.items()}
+    return rebuild_state(file.archive, tensors)

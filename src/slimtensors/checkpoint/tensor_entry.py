@@ -22,8 +22,8 @@ from slimtensors.codecs.residual import (
     ungroup_bytes,
 )
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError, report_malformed
-from slimtensors.parallel import Each, serially
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, allocate
+from slimtensors.parallel import Each, Workers, serially
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, allocate, clone_bits
 
 WHOLE, SAME = "whole", "same"
 DIFFERENCES = ("difference", "by-exponent")
@@ -167,6 +167,25 @@ class TensorFile(Mapping[str, Tensor]):
         stored = None if entry.kind == SAME else self.archive.load_one(name, each)
         with report_malformed(f"{self.archive.path}: {name}", computes=True):
             return decode_entry(entry, stored, other, each)
+
+    def load_all(self, *, threads: int | None = None) -> dict[str, Tensor]:
+        """Read and decode all tensors, also tied ones."""
+        names = [name for name in self if name not in self.copies]
+        has_sibling = {name for name, e in self.entries.items() if e.by is not None}
+        found: dict[str, Tensor] = {}
+        with Workers(threads) as workers:
+
+            def load(name: str) -> Tensor:
+                return self.load(name, workers.each, found)
+
+            # Two passes: the second needs tensors of the first.
+            for is_second in (False, True):
+                batch = [name for name in names if (name in has_sibling) == is_second]
+                results = workers.in_order(load, batch, lambda name: self.spec(name).nbytes)
+                found.update(zip(batch, results, strict=True))
+        tensors = {name: found[name] for name in names}
+        tensors |= {name: tensors[target] for name, target in self.tied.items()}
+        return tensors | {name: clone_bits(tensors[target]) for name, target in self.copies.items()}
 
 
 _Names = dict[str, str]

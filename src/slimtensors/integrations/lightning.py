@@ -1,43 +1,91 @@
-"""Checkpoints for Lightning: compressed, and stored as differences from earlier ones."""
+"""Checkpoints for Lightning and Fabric: compressed, and stored as differences from earlier ones.
 
+For `lightning` and for `pytorch_lightning`, whichever the program has imported.
+"""
+
+import io
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import IO, Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.serialization import default_restore_location
 
-from slimtensors.checkpoint import Point, list_checkpoints, load_checkpoint
+from slimtensors.checkpoint.manifest import MANIFEST
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
+    Point,
+    check_base_options,
     choose_base,
     count_since_keyframe,
-    find_mentioned,
-    find_unreadable,
-    flatten_deltas,
-    include_bases,
+    discard_checkpoint,
+    is_kept_base,
+    keep_for_deltas,
+    list_checkpoints,
+    remove_unneeded_bases,
     save_with_base,
 )
-from slimtensors.checkpoint.store import FlatState, SaveOptions
-from slimtensors.errors import ConfigError
-from slimtensors.storage import local_path
-from slimtensors.storage.atomic import remove_folder, write_file_atomically
+from slimtensors.checkpoint.store import (
+    STATE,
+    FlatState,
+    Place,
+    SaveOptions,
+    StoredState,
+    load_state_file,
+    save_state,
+)
+from slimtensors.errors import ConfigError, MissingDependencyError
+from slimtensors.storage import LocalLocation, RemoteLocation, StrPath, locate
+from slimtensors.storage.atomic import commit_folder
 
-_REMOVED = "unwanted"
-"""File that marks a checkpoint as removed while others still need it."""
+T = TypeVar("T")
+
+_PACKAGES = ("lightning.fabric", "lightning_fabric")
 
 
-class SlimCheckpointIO(CheckpointIO):
+def _import_plugins() -> Any:
+    """Import the plug-ins of an imported package, or else of an installed one."""
+    for package in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(f"{package}.plugins")
+        except ModuleNotFoundError as error:
+            if error.name != package.partition(".")[0]:
+                raise
+    raise MissingDependencyError("lightning", "lightning")
+
+
+_plugins = _import_plugins()
+
+
+def _keep_on_cpu(storage: Any, location: str) -> Any:
+    """Return the storage: Lightning's own default, which leaves tensors on the CPU."""
+    return storage
+
+
+class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
     """Lightning plug-in that saves each checkpoint as a compressed folder.
 
-    A checkpoint that Lightning removes stays on disk until no other checkpoint needs it.
+    A checkpoint that Lightning removes or replaces is gone; what others need of it stays in a
+    folder `base-ID` beside them until none needs it. Lightning's own files are loaded and removed
+    as by Lightning.
+
+    Paths may be URLs of fsspec. A remote checkpoint is complete, and a single file: it is written
+    to a local temporary folder and uploaded; to load it, it is downloaded first.
 
     Args:
-        base: `auto` saves differences from earlier checkpoints, None saves each in full.
+        base: `auto` saves differences from the last full checkpoint in the same folder, `chain`
+            from the last one, None saves each in full.
         keyframe_every: save in full at least once in so many checkpoints.
         profile: precision of weights and optimizer state, as for `save_checkpoint`.
         threads: number of threads; by default one per core.
+        storage_options: options of the file system of remote checkpoints.
 
     Example:
         >>> from lightning import Trainer
@@ -52,64 +100,256 @@ class SlimCheckpointIO(CheckpointIO):
         keyframe_every: int = 8,
         profile: str | Profile = "exact",
         threads: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._base, self._keyframe_every = base, keyframe_every
-        self._profile, self._threads = find_profile(profile), threads
+        check_base_options(base, keyframe_every)
+        self._profile = find_profile(profile)
+        if self._profile.is_model_only:
+            raise ConfigError(
+                f"Lightning cannot resume from profile {self._profile.name!r}; use another one with"
+                " ModelCheckpoint(save_weights_only=True)"
+            )
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise ConfigError(f"threads must be a positive integer, got {threads!r}")
+        self._base, self._keyframe_every, self._threads = base, keyframe_every, threads
+        self._storage_options = dict(storage_options or {})
+        self._lock = threading.Lock()
+        self._removals: deque[Path] = deque()
+        for package in _PACKAGES:  # a program may import both; each has a class of its own
+            if plugins := sys.modules.get(f"{package}.plugins"):
+                plugins.CheckpointIO.register(type(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; replace one of the same name when the new one is complete."""
-        if storage_options is not None:
-            raise ConfigError("SlimCheckpointIO does not support storage_options")
-        target, state = local_path(path), FlatState.of(checkpoint)
-        if target.is_symlink():
-            target.unlink()  # made by save_last="link"; the checkpoint that it leads to stays
-        if target.is_dir():
-            flatten_deltas(target, threads=self._threads)
-        base = self._next_base(target) if target.parent.is_dir() else None
-        options = SaveOptions(
-            base.path if base else None, self._profile, threads=self._threads, replace=True
-        )
-        save_with_base(state, target, options)
+        location = _locate(path, self._storage_options | _check_options(path, storage_options))
+        state = FlatState.of(checkpoint)
+        if isinstance(location, RemoteLocation):
+            self._upload(state, location)
+            return
+        with self._lock:
+            self._save(state, location.path)
+        self._remove_pending()
 
     def load_checkpoint(
         self,
-        path: str | Path,
-        map_location: Any | None = None,
+        path: StrPath,
+        map_location: Any | None = _keep_on_cpu,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; it contains only tensors and plain values."""
-        state = load_checkpoint(path, threads=self._threads)
-        if map_location is None:
-            return state
-        if not isinstance(map_location, str | torch.device):
-            raise ConfigError(f"map_location must be a device, got {map_location!r}")
-        return dict(tree_map(lambda x: x.to(map_location) if isinstance(x, Tensor) else x, state))
+        """Read a checkpoint of this plug-in or of Lightning.
 
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, or mark it as removed while another one needs it."""
-        target = local_path(path)
-        if not target.exists():
+        `map_location` is the one of `torch.load`. Tensors are stored without their device, as if
+        saved on the CPU. `weights_only` is for Lightning's own files; others are never unpickled.
+        """
+        location = _locate(path, self._storage_options)
+        if not _is_slim(location):
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            native = _plugins.TorchCheckpointIO()
+            return dict(native.load_checkpoint(path, map_location=map_location, **options))
+        place = _make_place(map_location)
+        if isinstance(location, RemoteLocation):
+            with TemporaryDirectory() as folder:
+                location.download(Path(folder, STATE))
+                return load_state_file(Path(folder, STATE), threads=self._threads, place=place)
+        # The base of a link is beside the folder that it leads to.
+        target = Path(os.path.realpath(location.path))
+        if target.is_dir():
+            return StoredState(target).load_state(threads=self._threads, place=place)
+        return load_state_file(target, threads=self._threads, place=place)
+
+    def remove_checkpoint(self, path: StrPath) -> None:
+        """Remove a checkpoint of this plug-in or of Lightning, if it exists.
+
+        A link is removed, and what it leads to stays. While another thread saves a checkpoint
+        (`AsyncCheckpointIO`), which may need this one as a base, the removal is deferred.
+        """
+        location = _locate(path, self._storage_options)
+        if isinstance(location, RemoteLocation):
+            location.remove()
             return
-        if not (target / _REMOVED).exists():
-            write_file_atomically(target / _REMOVED, b"")
-        found = list_checkpoints(target.parent)
-        removed = {point.name for point in found if (point.path / _REMOVED).exists()}
-        needed = {point.name for point in found} - removed
-        needed |= find_mentioned(find_unreadable(target.parent), target.parent, found)
-        keep = include_bases(needed, found)
-        for point in reversed(found):
-            if point.name not in keep:
-                remove_folder(point.path)
+        self._removals.append(location.path)
+        self._remove_pending()
 
-    def _next_base(self, target: Path) -> Point | None:
-        """Choose a base; not `last.ckpt`, which is replaced by each save."""
+    def _save(self, state: FlatState, target: Path) -> None:
+        base = self._choose_base(target) if target.parent.is_dir() else None
+        is_single = target.is_symlink() or target.is_file()
+        if not is_single and target.is_dir():
+            if any(target.iterdir()) and not _is_ours(target):
+                raise ConfigError(f"{target} is a folder of other files and is not replaced")
+            keep_for_deltas(target)
+        options = SaveOptions(
+            base.path if base else None, self._profile, threads=self._threads, replace=True
+        )
+        new = target
+        if is_single or "ckpt_" in target.name:
+            # Lightning takes the digits after "ckpt_" in all names, also of leftovers, as a number.
+            new = target.with_name(f".{target.name}.new".replace("ckpt_", "ckpt-"))
+        save_with_base(state, new, options)
+        if is_single:
+            target.unlink()  # a link of save_last="link", whose target stays, or a native file
+        if new != target:
+            commit_folder(new, target, replace=True)
+        remove_unneeded_bases(target.parent)
+
+    def _choose_base(self, target: Path) -> Point | None:
+        """Return the base of a new checkpoint, or None to save it in full.
+
+        Hidden checkpoints are temporary files of Lightning and saved in full: others could not be
+        removed because of them. `last.ckpt` is no base, because Lightning itself replaces it.
+        """
+        if target.name.startswith("."):
+            return None
         found = [
             point
             for point in list_checkpoints(target.parent)
             if point.path != target
+            and not point.path.is_symlink()
             and not point.name.startswith("last")
-            and not (point.path / _REMOVED).exists()
+            and not is_kept_base(point)
         ]
         return choose_base(found, self._base, count_since_keyframe(found), self._keyframe_every)
+
+    def _upload(self, state: FlatState, location: RemoteLocation) -> None:
+        with TemporaryDirectory() as folder:
+            options = SaveOptions(profile=self._profile, threads=self._threads)
+            saved = save_state(state, Path(folder, "checkpoint"), options)
+            location.parent().make_folder()
+            location.upload(saved.path / STATE)
+
+    def _remove_pending(self) -> None:
+        """Remove checkpoints unless one is being saved; its thread removes them afterwards."""
+        while self._removals and self._lock.acquire(blocking=False):
+            try:
+                while self._removals:
+                    _remove(self._removals.popleft())
+            finally:
+                self._lock.release()
+
+
+def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], **options: Any) -> T:
+    """Return `cls.load_from_checkpoint(path, **options)`, also for checkpoints of this plug-in.
+
+    Lightning's classmethod bypasses all plug-ins and can only open files.
+
+    Example:
+        >>> from slimtensors.integrations.lightning import load_from_checkpoint
+        >>> model = load_from_checkpoint(Model, "run/last.ckpt")  # doctest: +SKIP
+    """
+    source, options = _open_for_lightning(path, options)
+    loaded: T = cls.load_from_checkpoint(source, **options)  # type: ignore[attr-defined]
+    return loaded
+
+
+class SlimCheckpointMixin:
+    """Base of a `LightningModule` or `LightningDataModule` whose `load_from_checkpoint` reads ours.
+
+    Example:
+        >>> from lightning import LightningModule
+        >>> class Model(SlimCheckpointMixin, LightningModule): ...
+    """
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: StrPath | IO[bytes], **options: Any) -> Any:
+        """Load a checkpoint of `SlimCheckpointIO` or of Lightning, as Lightning's method does."""
+        source, options = _open_for_lightning(checkpoint_path, options)
+        return super().load_from_checkpoint(source, **options)  # type: ignore[misc]
+
+
+def _open_for_lightning(
+    path: StrPath | IO[bytes], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return arguments of Lightning's `load_from_checkpoint`: a file in memory for one of ours."""
+    if not isinstance(path, str | os.PathLike) or not _is_slim(_locate(path, {})):
+        return path, options
+    buffer = io.BytesIO()
+    torch.save(SlimCheckpointIO().load_checkpoint(path), buffer)
+    buffer.seek(0)
+    # The pickle exists in this process only, and contains nothing that could not be loaded.
+    return buffer, options if options.get("weights_only") else {**options, "weights_only": False}
+
+
+def _locate(path: StrPath, options: dict[str, Any]) -> LocalLocation | RemoteLocation:
+    """Return the location of a path or URL; `file://` is local."""
+    location = locate(path, storage_options=options)
+    if isinstance(location, RemoteLocation) and "file" in location.protocols:
+        return LocalLocation(Path(location.path))
+    assert isinstance(location, LocalLocation | RemoteLocation)
+    return location
+
+
+def _check_options(path: StrPath, options: Any | None) -> dict[str, Any]:
+    """Return the options of one save; raise `TypeError`, as Lightning does, if it has no use."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or "://" not in os.fspath(path):
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not"
+            " supported for `SlimCheckpointIO`, except a dict of fsspec options for a URL"
+        )
+    return dict(options)
+
+
+def _is_slim(location: LocalLocation | RemoteLocation) -> bool:
+    """Return True for a folder, or a file that starts like a safetensors file."""
+    if not location.exists():
+        return False
+    if location.is_folder():
+        if isinstance(location, RemoteLocation):
+            raise ConfigError(f"{location} is a folder; copy it and its bases to a local folder")
+        return True
+    file = location.open()
+    start = bytes(file.read(0, min(file.size, 9)))
+    return start[4:] == b"\0\0\0\0{"  # torch's files start with PK or a pickle
+
+
+def _is_ours(folder: Path) -> bool:
+    return (folder / MANIFEST).exists() or (folder / STATE).exists()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif _is_ours(path):
+        discard_checkpoint(path)
+    else:
+        _plugins.TorchCheckpointIO().remove_checkpoint(path)
+
+
+def _make_place(map_location: Any) -> Place:
+    """Return a function that moves tensors as `torch.load` does; shared memory stays shared."""
+    moved: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def place(x: Tensor) -> Tensor:
+        if x.is_quantized or x.layout != torch.strided:
+            return x.to(_restore(torch.empty(0).untyped_storage(), map_location).device)
+        storage = x.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in moved:
+            moved[key] = storage, _restore(storage, map_location)  # alive: addresses are reused
+        new = moved[key][1]
+        if new is storage:
+            return x
+        out = torch.empty(0, dtype=x.dtype, device=new.device)
+        return out.set_(new, x.storage_offset(), x.size(), x.stride())
+
+    return place
+
+
+def _restore(storage: Any, map_location: Any) -> Any:
+    """Return the storage where `torch.load` puts one that was saved on the CPU."""
+    location = "cpu"
+    if isinstance(map_location, str | torch.device):
+        location = str(map_location)
+    elif isinstance(map_location, Mapping):
+        location = map_location.get(location, location)
+    elif map_location is not None and (found := map_location(storage, location)) is not None:
+        return found
+    return default_restore_location(storage, location)  # type: ignore[no-untyped-call]

@@ -238,6 +238,12 @@ class RemoteLocation:
     def name(self) -> str:  # noqa: D102
         return self.path.rpartition("/")[2]
 
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """Names of the file system in URLs."""
+        protocols = self.filesystem.protocol
+        return (protocols,) if isinstance(protocols, str) else tuple(protocols)
+
     def parent(self) -> "RemoteLocation":  # noqa: D102
         return RemoteLocation(self.filesystem, self.path.rpartition("/")[0])
 
@@ -298,10 +304,7 @@ class RemoteLocation:
         """Return the path of `other` in this file system, or None if it is in another one."""
         from fsspec.utils import get_protocol
 
-        protocols = self.filesystem.protocol
-        if isinstance(protocols, str):
-            protocols = (protocols,)
-        if get_protocol(str(other)) not in protocols:
+        if get_protocol(str(other)) not in self.protocols:
             return None
         return str(self.filesystem._strip_protocol(str(other))).rstrip("/")
 
@@ -314,6 +317,16 @@ class RemoteLocation:
         """Upload a local file."""
         with name_errors(str(self)):
             self.filesystem.put_file(str(path), self.path)
+
+    def download(self, path: Path) -> None:
+        """Download the file to a local path."""
+        with name_errors(str(self)):
+            self.filesystem.get_file(self.path, str(path))
+
+    def make_folder(self) -> None:
+        """Create the folder and its parents, where the file system has folders."""
+        with name_errors(str(self)):
+            self.filesystem.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
         """Remove the file or folder, recursively, if it exists."""
