@@ -49,6 +49,12 @@ T = TypeVar("T")
 
 _PACKAGES = ("lightning.fabric", "lightning_fabric")
 
+_HYPERPARAMETERS = {
+    "hparams_type": "hyper_parameters",
+    "datamodule_hparams_type": "datamodule_hyper_parameters",
+}
+"""Where a checkpoint contains hyperparameters of OmegaConf, by the key of their class."""
+
 
 def _import_plugins() -> Any:
     """Import the plug-ins of an imported package, or else of an installed one."""
@@ -130,7 +136,7 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
     ) -> None:
         """Write a checkpoint; replace one of the same name when the new one is complete."""
         location = _locate(path, self._storage_options | _check_options(path, storage_options))
-        state = FlatState.of(checkpoint)
+        state = FlatState.of(_without_classes(checkpoint))
         if isinstance(location, RemoteLocation):
             self._upload(state, location)
             return
@@ -155,15 +161,11 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
             native = _plugins.TorchCheckpointIO()
             return dict(native.load_checkpoint(path, map_location=map_location, **options))
         place = _make_place(map_location)
-        if isinstance(location, RemoteLocation):
-            with TemporaryDirectory() as folder:
-                location.download(Path(folder, STATE))
-                return load_state_file(Path(folder, STATE), threads=self._threads, place=place)
-        # The base of a link is beside the folder that it leads to.
-        target = Path(os.path.realpath(location.path))
-        if target.is_dir():
-            return StoredState(target).load_state(threads=self._threads, place=place)
-        return load_state_file(target, threads=self._threads, place=place)
+        if isinstance(location, LocalLocation):
+            return _with_classes(self._load(location.path, place))
+        with TemporaryDirectory() as folder:
+            location.download(Path(folder, STATE))
+            return _with_classes(self._load(Path(folder, STATE), place))
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Remove a checkpoint of this plug-in or of Lightning, if it exists.
@@ -198,6 +200,12 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
         if new != target:
             commit_folder(new, target, replace=True)
         remove_unneeded_bases(target.parent)
+
+    def _load(self, path: Path, place: Place) -> dict[str, Any]:
+        target = Path(os.path.realpath(path))  # beside the base, if the path is a link
+        if target.is_dir():
+            return StoredState(target).load_state(threads=self._threads, place=place)
+        return load_state_file(target, threads=self._threads, place=place)
 
     def _choose_base(self, target: Path) -> Point | None:
         """Return the base of a new checkpoint, or None to save it in full.
@@ -274,6 +282,22 @@ def _open_for_lightning(
     buffer.seek(0)
     # The pickle exists in this process only, and contains nothing that could not be loaded.
     return buffer, options if options.get("weights_only") else {**options, "weights_only": False}
+
+
+def _without_classes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with the class of hyperparameters replaced by its name."""
+    classes = {key: checkpoint[key] for key in _HYPERPARAMETERS if key in checkpoint}
+    names = {key: cls.__name__ for key, cls in classes.items() if isinstance(cls, type)}
+    return {**checkpoint, **names} if names else checkpoint
+
+
+def _with_classes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Undo `_without_classes`; the class is that of the loaded hyperparameters."""
+    for key, name in _HYPERPARAMETERS.items():
+        cls = type(checkpoint.get(name))
+        if checkpoint.get(key) == cls.__name__:
+            checkpoint[key] = cls
+    return checkpoint
 
 
 def _locate(path: StrPath, options: dict[str, Any]) -> LocalLocation | RemoteLocation:
