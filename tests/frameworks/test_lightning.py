@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -253,16 +254,18 @@ class Wait(Callback):
 
 def test_a_removal_during_a_save_does_not_break_the_new_checkpoint(tmp_path):
     plugin = AsyncCheckpointIO(SlimCheckpointIO())
-    weight = torch.randn(512, 512)
-    for step in range(6):
-        state = {"state_dict": {"w": weight + step}, "global_step": step}
-        plugin.save_checkpoint(state, tmp_path / f"{step}.ckpt")
-        if step:
-            plugin.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
+    weight = torch.randn(2048, 2048)
+    state = {"state_dict": {"w": weight}, "global_step": 0}
+    plugin.save_checkpoint(state, tmp_path / "0.ckpt")
     plugin.teardown()
-    assert "5.ckpt" in list_names(tmp_path)
+    plugin.save_checkpoint({**state, "global_step": 1}, tmp_path / "1.ckpt")
+    while not list(tmp_path.glob(".1.ckpt.*")) and not (tmp_path / "1.ckpt").exists():
+        time.sleep(0.001)
+    plugin.remove_checkpoint(tmp_path / "0.ckpt")
+    plugin.teardown()
+    assert list_names(tmp_path) == ["1.ckpt"]
     assert verify_run(tmp_path)
-    assert same_bits(plugin.load_checkpoint(tmp_path / "5.ckpt")["state_dict"]["w"], weight + 5)
+    assert same_bits(plugin.load_checkpoint(tmp_path / "1.ckpt")["state_dict"]["w"], weight)
 
 
 def test_the_tuner_leaves_nothing_behind(tmp_path):
