@@ -261,7 +261,9 @@ def test_load_from_checkpoint_restores_weights_and_hyperparameters(tmp_path, mem
         name: type(value) for name, value in VALUES.items()
     }
     assert load_from_checkpoint(Model, path, rate=5.0).hparams.rate == 5.0
-    assert next(load_from_checkpoint(Model, path, map_location="cpu").parameters()).is_cpu
+    assert next(load_from_checkpoint(Model, path, "cpu").parameters()).is_cpu
+    with pytest.raises(pickle.UnpicklingError, match="PosixPath"):
+        load_from_checkpoint(Model, path, weights_only=True)
 
 
 def test_a_model_with_the_mixin_loads_checkpoints_of_both_kinds(tmp_path):

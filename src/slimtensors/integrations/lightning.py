@@ -3,12 +3,13 @@
 For `lightning` and for `pytorch_lightning`, whichever the program has imported.
 """
 
+import inspect
 import io
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -242,8 +243,8 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
                 self._lock.release()
 
 
-def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], **options: Any) -> T:
-    """Return `cls.load_from_checkpoint(path, **options)`, also for checkpoints of this plug-in.
+def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], *args: Any, **options: Any) -> T:
+    """Return `cls.load_from_checkpoint(path, …)`, also for checkpoints of this plug-in.
 
     Lightning's classmethod bypasses all plug-ins and can only open files.
 
@@ -251,8 +252,8 @@ def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], **options: Any
         >>> from slimtensors.integrations.lightning import load_from_checkpoint
         >>> model = load_from_checkpoint(Model, "run/last.ckpt")  # doctest: +SKIP
     """
-    source, options = _open_for_lightning(path, options)
-    loaded: T = cls.load_from_checkpoint(source, **options)  # type: ignore[attr-defined]
+    load = cls.load_from_checkpoint  # type: ignore[attr-defined]
+    loaded: T = _load_with(load, path, *args, **options)
     return loaded
 
 
@@ -265,23 +266,29 @@ class SlimCheckpointMixin:
     """
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: StrPath | IO[bytes], **options: Any) -> Any:
+    def load_from_checkpoint(
+        cls, checkpoint_path: StrPath | IO[bytes], *args: Any, **options: Any
+    ) -> Any:
         """Load a checkpoint of `SlimCheckpointIO` or of Lightning, as Lightning's method does."""
-        source, options = _open_for_lightning(checkpoint_path, options)
-        return super().load_from_checkpoint(source, **options)  # type: ignore[misc]
+        load = super().load_from_checkpoint  # type: ignore[misc]
+        return _load_with(load, checkpoint_path, *args, **options)
 
 
-def _open_for_lightning(
-    path: StrPath | IO[bytes], options: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Return arguments of Lightning's `load_from_checkpoint`: a file in memory for one of ours."""
-    if not isinstance(path, str | os.PathLike) or not _is_slim(_locate(path, {})):
-        return path, options
+def _load_with(
+    load: Callable[..., Any], path: StrPath | IO[bytes], *args: Any, **options: Any
+) -> Any:
+    """Call Lightning's `load_from_checkpoint`, with a file in memory for a checkpoint of ours."""
+    if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
+        return load(path, *args, **options)  # opened, or to be downloaded by torch
+    if not _is_slim(_locate(path, {})):
+        return load(path, *args, **options)
     buffer = io.BytesIO()
     torch.save(SlimCheckpointIO().load_checkpoint(path), buffer)
     buffer.seek(0)
-    # The pickle exists in this process only, and contains nothing that could not be loaded.
-    return buffer, options if options.get("weights_only") else {**options, "weights_only": False}
+    parameters = list(inspect.signature(load).parameters)
+    if "weights_only" in parameters[1 + len(args) :] and options.get("weights_only") is None:
+        options["weights_only"] = False  # the pickle was made here, of plain values
+    return load(buffer, *args, **options)
 
 
 def _without_classes(checkpoint: dict[str, Any]) -> dict[str, Any]:
