@@ -483,7 +483,7 @@ def test_an_interruption_while_checkpoints_are_set_aside_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail_after(Path.rename))
-        patch.setattr(os, "link", fail_after(os.link))
+        patch.setattr(Path, "hardlink_to", fail_after(Path.hardlink_to))
         with contextlib.suppress(OSError):
             LoopFolder(tmp_path, "step-{}").set_newer_aside(1)
     LoopFolder(tmp_path, "step-{}").set_newer_aside(1)

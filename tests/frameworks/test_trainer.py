@@ -512,3 +512,33 @@ def test_objects_of_the_user_are_saved_and_restored(tmp_path):
     settings = CheckpointSettings(extra={"other": other})
     with pytest.raises(MismatchError, match="no state of 'other'"):
         train(SlimTrainer, tmp_path, resume=str(tmp_path / "checkpoint-3"), settings=settings)
+
+
+class OutOfMemory(TrainerCallback):
+    """Fail once after a step, as a batch that does not fit the memory of a device."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **parts):
+        if state.global_step == self.step:
+            self.step = None
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def test_a_smaller_batch_resumes_from_the_checkpoint_again(tmp_path):
+    interrupt(Trainer, tmp_path / "native", 4)
+    native, _ = train(
+        Trainer, tmp_path / "native", resume=True, per_device_train_batch_size=3, max_steps=8
+    )
+    interrupt(SlimTrainer, tmp_path / "ours", 4)
+    ours, _ = train(
+        SlimTrainer,
+        tmp_path / "ours",
+        OutOfMemory(5),
+        resume=True,
+        auto_find_batch_size=True,
+        max_steps=8,
+    )
+    assert ours._train_batch_size == 3
+    assert_equal_weights(weights(ours), weights(native))

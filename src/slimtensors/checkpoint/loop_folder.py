@@ -35,6 +35,7 @@ from slimtensors.errors import FormatError, MismatchError, UnsupportedVersionErr
 from slimtensors.parallel import Workers
 from slimtensors.storage import LocalLocation, open_file
 from slimtensors.storage.atomic import remove_folder, sync_folder
+from slimtensors.storage.files import link_or_copy
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class LoopFolder:
         target = next(path for path in targets if not os.path.lexists(path))
         target.mkdir()
         for name in sorted(bases):
-            shutil.copytree(self.run / name, target / name, copy_function=_link_or_copy)
+            shutil.copytree(self.run / name, target / name, copy_function=link_or_copy)
         # Newest first: whenever this is interrupted, all deltas are still next to their bases.
         for path in sorted(newer, key=self._parse_step, reverse=True):
             if path.name in bases:
@@ -281,13 +282,6 @@ class LoopFolder:
             self.integrity.record(point, str(error))
             return False
         return True
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # not supported by the file system
-        shutil.copy2(source, target)
 
 
 def _is_taken(path: Path) -> bool:

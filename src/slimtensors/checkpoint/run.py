@@ -35,7 +35,7 @@ from slimtensors.storage.atomic import (
     remove_folder,
     remove_unlocked,
 )
-from slimtensors.storage.files import copy_file
+from slimtensors.storage.files import link_or_copy
 
 _log = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ def keep_for_deltas(folder: Path) -> None:
     kept = CheckpointBase(f"{_KEPT}{manifest.id}", manifest.id)
     if not is_checkpoint(folder.with_name(kept.name)):
         with create_folder(folder.with_name(kept.name)) as new:
-            _link_or_copy(folder / STATE, new / STATE)
+            link_or_copy(folder / STATE, new / STATE)
             write_manifest(new, manifest)
     for point in deltas:
         write_manifest(point.path, replace(point.manifest, base=kept))
@@ -336,13 +336,6 @@ def remove_unneeded_bases(run: Path) -> None:
 def is_kept_base(point: Point) -> bool:
     """Return True for a folder of `keep_for_deltas`."""
     return point.name == f"{_KEPT}{point.manifest.id}"
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(source)
-    except OSError:  # not supported, or not permitted
-        copy_file(source, target)
 
 
 HISTORY = "history"

@@ -79,6 +79,14 @@ def copy_file(source: Path, target: Path) -> None:
             os.fsync(copy.fileno())
 
 
+def link_or_copy(source: StrPath, target: StrPath) -> None:
+    """Create a hard link to a file, or a copy where the file system has no links."""
+    try:
+        Path(target).hardlink_to(source)
+    except OSError:  # not supported, or not permitted
+        copy_file(Path(source), Path(target))
+
+
 @contextmanager
 def name_write_errors(target: StrPath) -> Iterator[None]:
     """Add the path to errors such as a full disk, which have none or a temporary one."""

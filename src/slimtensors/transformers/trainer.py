@@ -6,7 +6,6 @@ which one is best.
 """
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -114,7 +113,7 @@ class SlimTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._run.save(Path(self._get_output_dir(trial=trial)))
+        self._run.save(self._get_output_dir(trial=trial))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -126,20 +125,20 @@ class SlimTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and is_checkpoint(Path(checkpoint)):
-            self._run.load_optimizer()
+            self._run.load_optimizer(Path(checkpoint))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
         self._run.start = self.state.global_step
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and is_checkpoint(Path(checkpoint)):
-            self._run.load_scaler()
+            self._run.load_scaler(Path(checkpoint))
         else:
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and is_checkpoint(Path(checkpoint)):
-            self._run.load_rng()
+            self._run.load_rng(Path(checkpoint))
         else:
             super()._load_rng_state(checkpoint)
 
@@ -200,33 +199,32 @@ class _TrainerRun:
         self._stack: ExitStack | None = None
         """Set while the Trainer trains."""
         self._loop: Checkpointing | None = None
-        self._resumed: dict[str, Any] = {}
-        """The state to resume from, until all of it is restored."""
+        self._resumed: tuple[Path, dict[str, Any]] | None = None
+        """The checkpoint to resume from and its state, until all of it is restored."""
         self._ranks = _RankStates()
 
     def __enter__(self) -> None:
         self._stack, self.start = ExitStack(), 0
 
     def __exit__(self, *error: Any) -> None:
-        stack, self._stack, self._loop = self._stack, None, None
-        self._resumed = {}
+        stack, self._stack, self._loop, self._resumed = self._stack, None, None, None
         if stack is not None:
             stack.__exit__(*error)
 
-    def save(self, run: Path) -> None:
-        """Save the current step; called by all processes."""
+    def save(self, folder: str) -> None:
+        """Save the current step to a folder of checkpoints; called by all processes."""
         trainer = self._trainer
         args, state = trainer.args, trainer.state
         self._ranks.states = _gather_rng(args.world_size)
-        path = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if args.save_strategy != SaveStrategy.NO and state.best_global_step:
-            best = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")  # noqa: PTH118
+            best = f"{folder.rstrip('/')}/{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             if state.best_global_step == state.global_step or Path(best).is_dir():
                 state.best_model_checkpoint = best
         if not args.should_save:
             return
         _update_callback_states(trainer)
-        _remove_sentinel(path)
+        run = Path(folder)
+        _remove_sentinel(run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._stack is None:  # a save outside of training
             with self._open(run) as loop:
                 self._save(loop)
@@ -237,42 +235,43 @@ class _TrainerRun:
 
     def load_model(self, path: Path, model: nn.Module | None) -> None:
         """Read a checkpoint, and restore the model."""
-        self._resumed = _load(path, self._trainer.checkpoints.threads)
-        restore_checkpoint(self._resumed, model or self._trainer.model, rng_state=False)
+        restore_checkpoint(self._read(path), model or self._trainer.model, rng_state=False)
 
-    def load_optimizer(self) -> None:
+    def load_optimizer(self, path: Path) -> None:
         """Restore optimizer, scheduler and the objects of `extra`."""
-        if self._resumed.get("optimizer") is None:
-            _log.warning("the checkpoint contains only the model: the optimizer starts anew")
+        state = self._read(path)
+        if state.get("optimizer") is None:
+            _log.warning("%s contains only the model: the optimizer starts anew", path)
             return
-        for name in self._trainer.checkpoints.extra.keys() - self._resumed.keys():
-            raise MismatchError(f"no state of {name!r}; the checkpoint was saved without it")
+        for name in self._trainer.checkpoints.extra.keys() - state.keys():
+            raise MismatchError(
+                f"{path}: no state of {name!r}; the checkpoint was saved without it"
+            )
         restore_checkpoint(
-            self._resumed,
+            state,
             self._trainer.model,
             _unwrap_optimizer(self._trainer.optimizer),
             self._trainer.lr_scheduler,
             extra=self._trainer.checkpoints.extra,
             rng_state=False,
         )
-        kept = ("scaler", "rng", _RANKS)
-        self._resumed = {name: self._resumed.get(name) for name in kept}
+        self._resumed = path, {name: state.get(name) for name in ("scaler", "rng", _RANKS)}
 
-    def load_scaler(self) -> None:
+    def load_scaler(self, path: Path) -> None:
         """Restore the gradient scaler, if there is one and it was saved."""
-        scaler, saved = _find_scaler(self._trainer), self._resumed.get("scaler")
+        scaler, saved = _find_scaler(self._trainer), self._read(path).get("scaler")
         if scaler is not None and saved is not None:
             scaler.load_state_dict(saved)
 
-    def load_rng(self) -> None:
+    def load_rng(self, path: Path) -> None:
         """Restore the random number generators of this process."""
-        rank = self._trainer.args.process_index
-        states = [self._resumed.get("rng"), *(self._resumed.get(_RANKS) or {}).get("states", [])]
+        rank, state = self._trainer.args.process_index, self._read(path)
+        states = [state.get("rng"), *(state.get(_RANKS) or {}).get("states", [])]
         if rank >= len(states) or states[rank] is None:
             _log.info("no random state of process %d: training is not reproducible", rank)
             return
         restore_rng(states[rank])
-        self._resumed = {}
+        self._resumed = None
 
     def finish(self) -> None:
         """Wait for the last save; prepare what the Trainer does at the end of training."""
@@ -284,6 +283,12 @@ class _TrainerRun:
             flatten_in_place(Path(best), threads=self._trainer.checkpoints.threads)
         if args.world_size > 1:
             dist.barrier()  # all processes may load the best model
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Return the state of a checkpoint, which is read once while training starts."""
+        if self._resumed is None or self._resumed[0] != path:
+            self._resumed = path, _load(path, self._trainer.checkpoints.threads)
+        return self._resumed[1]
 
     def _open(self, run: Path) -> Checkpointing:
         trainer, settings = self._trainer, self._trainer.checkpoints
@@ -316,10 +321,10 @@ class _TrainerRun:
 
     def _save(self, loop: Checkpointing) -> None:
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
-        best = state.best_model_checkpoint
         if limit is not None and limit > 0:
-            names = frozenset({Path(best).name} if best is not None else ())
-            loop.retention = Retention(last=limit, names=names)
+            best = Path(state.best_model_checkpoint or "")
+            names = {best.name} if best.parent.resolve() == loop.run.resolve() else ()
+            loop.retention = Retention(last=limit, names=frozenset(names))
         loop.step(state.global_step, epoch=int(state.epoch or 0), **_read_metrics(state))
 
 
