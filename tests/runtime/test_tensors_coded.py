@@ -130,13 +130,13 @@ def test_weight_decoded_first_by_another_thread_is_split_again(monkeypatch):
     piece = coded_tensors._Piece
 
     def cut_late(*what):
-        compressed._is_verified = True  # by the other thread
+        compressed._cache.is_verified = True  # by the other thread
         return piece(*what)
 
     monkeypatch.setattr(coded_tensors, "_Piece", cut_late)
     for _ in range(2):
         functional.linear(torch.ones(3, 1024).bfloat16(), compressed)
-    assert all(one.unchecked is not None for one in compressed._pieces[1])
+    assert all(one.unchecked is not None for one in compressed._cache.pieces[1])
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -1,5 +1,6 @@
 """Tensor subclasses that stay compressed while a model runs, and their kernels."""
 
+from slimtensors.runtime import operations  # noqa: F401  # registers them
 from slimtensors.runtime.coded import CodedTensor, coded_weight, decode_ahead
 from slimtensors.runtime.compressed import CompressedTensor, rebuild
 from slimtensors.runtime.convert import (
@@ -20,6 +21,7 @@ from slimtensors.runtime.convert import (
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor
 from slimtensors.runtime.serialization import from_module
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
+from slimtensors.runtime.views import ViewTensor
 
 __all__ = [
     "CodedTensor",
@@ -29,6 +31,7 @@ __all__ = [
     "QuantizedConfig",
     "QuantizedTensor",
     "SparseTensor",
+    "ViewTensor",
     "broadcast_",
     "coded_weight",
     "decode_ahead",

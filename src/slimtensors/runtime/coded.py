@@ -110,10 +110,19 @@ class CodedTensor(CompressedTensor):
     optional_parts = frozenset(part_names[1:])
     config: CodedConfig
     _prefetcher: "Prefetcher | None" = None
-    _is_verified = False
-    """Whether the checksums of all rows have been compared."""
-    _pieces: "tuple[object, list[_Piece]] | None" = None
-    """Settings and result of the last `_split`, once checksums have been compared."""
+    _cache: "_Cache"
+
+    def __new__(cls, parts: Parts, config: CodedConfig, spec: Spec) -> Self:
+        """Wrap `parts` without copying them."""
+        coded = super().__new__(cls, parts, config, spec)
+        coded._cache = _Cache()
+        return coded
+
+    def alias(self) -> Self:
+        """Return a tensor with the same parts, and the same knowledge about them."""
+        other = super().alias()
+        other._cache = self._cache
+        return other
 
     @classmethod
     def parse_config(cls, data: Json) -> CodedConfig:
@@ -161,7 +170,7 @@ class CodedTensor(CompressedTensor):
 
     def invalidate(self) -> None:
         """Compare checksums and find the pieces again."""
-        self._is_verified, self._pieces = False, None
+        self._cache.is_verified, self._cache.pieces = False, None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the rows piece by piece; pieces are prefetched, or decoded on demand.
@@ -176,7 +185,7 @@ class CodedTensor(CompressedTensor):
         pieces = prefetcher.decode(self) if prefetcher else _decode_pieces(self, threads)
         for rows, dense in pieces:
             out[..., rows] = functional.linear(x, dense, None if bias is None else bias[rows])
-        self._is_verified = True
+        self._cache.is_verified = True
         return out
 
     def take_rows(self, index: slice | Tensor) -> Tensor:
@@ -195,6 +204,16 @@ class CodedTensor(CompressedTensor):
     def describe(self) -> str:
         """Return a short description of the encoding."""
         return str(self.encoded().plan)
+
+
+@dataclass
+class _Cache:
+    """Knowledge about parts, shared by all tensors that have them."""
+
+    is_verified: bool = False
+    """Whether the checksums of all rows have been compared."""
+    pieces: "tuple[object, list[_Piece]] | None" = None
+    """Settings and result of the last `_split`, once checksums have been compared."""
 
 
 class Prefetcher:
@@ -316,12 +335,12 @@ def _decode_pieces(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, T
 def _split(weight: CodedTensor, nbytes: int) -> list[_Piece]:
     """Return pieces of about `nbytes`; a single one if products by pieces might not be exact."""
     settings = nbytes, torch.get_num_threads()
-    cached, is_verified = weight._pieces, weight._is_verified
+    cached, is_verified = weight._cache.pieces, weight._cache.is_verified
     if cached is not None and cached[0] == settings:
         return cached[1]
     pieces = _find_pieces(weight, nbytes, is_verified=is_verified)
     if is_verified:
-        weight._pieces = settings, pieces
+        weight._cache.pieces = settings, pieces
     return pieces
 
 

@@ -6,24 +6,28 @@ which does not depend on the machine.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimtensors._moved import Renamed
 from slimtensors.errors import (
-    ConfigError,
     CorruptFileError,
     FormatError,
     UnsupportedOperationError,
     UnsupportedVersionError,
     report_malformed,
 )
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, bitwise_equal, memory_extent
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, memory_extent
+
+_LOG = logging.getLogger(__name__)
 
 VERSION = 1
 """Version of the form, which is also inside files of `torch.save`."""
@@ -63,15 +67,23 @@ class CompressedTensor(Tensor):
     """Parts with which kernels address memory without checking them again."""
     config: Any
     """A frozen `Config`."""
+    is_copy: bool = False
+    """Whether it is a slice with memory of its own: writing to it would not change the weight."""
 
     def __init_subclass__(cls) -> None:
-        _kinds[cls.kind] = cls
+        if "kind" in vars(cls):
+            _kinds[cls.kind] = cls
 
     def __new__(cls, parts: Mapping[str, Tensor], config: Config, spec: Spec) -> Self:
         """Wrap `parts` without copying them."""
         device = parts[cls.part_names[0]].device
         wrapper = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, dtype=spec.dtype, device=device, requires_grad=False
+            cls,
+            spec.shape,
+            strides=cls.find_strides(spec.shape, config),
+            dtype=spec.dtype,
+            device=device,
+            requires_grad=False,
         )
         for name in cls.part_names:
             setattr(wrapper, name, parts.get(name))
@@ -98,6 +110,11 @@ class CompressedTensor(Tensor):
         """Parse the JSON form of a config."""
         return NoConfig()
 
+    @classmethod
+    def find_strides(cls, shape: tuple[int, ...], config: Config) -> tuple[int, ...] | None:
+        """Return the strides that the tensor reports; None if it is contiguous."""
+        return None
+
     dense, forget = Renamed("decompress"), Renamed("invalidate")
     at, rows, changed = Renamed("take_row"), Renamed("take_rows"), Renamed("map_leaves")
 
@@ -109,7 +126,7 @@ class CompressedTensor(Tensor):
         """Return the dense tensor."""
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return _dequantize_op(*self._traced_arguments()) if self._is_traced() else self.decompress()
+        return _dequantize_op(*self.traced_arguments()) if self.is_traced() else self.decompress()
 
     def check(self) -> None:
         """Raise `CorruptFileError` if parts that were read from a file do not fit together."""
@@ -132,9 +149,39 @@ class CompressedTensor(Tensor):
         """Return the result of `F.linear`, by the fastest available kernel."""
         return functional.linear(x, self.dequantize(), bias)
 
+    def alias(self) -> Self:
+        """Return a tensor with the same parts: both change if one is copied into."""
+        detach = torch.detach if self.is_traced() else lambda part: part
+        parts = {
+            name: part.alias() if isinstance(part, CompressedTensor) else detach(part)
+            for name, part in self.parts().items()
+        }
+        return type(self)(parts, self.config, Spec(self.dtype, tuple(self.shape)))
+
     def take_rows(self, index: slice | Tensor) -> Tensor:
-        """Return rows: compressed for a slice, dense for a tensor of indices."""
-        return self.dequantize()[index]
+        """Return rows: compressed for a slice if possible, dense for a tensor of indices."""
+        sliced = self.slice_rows(index) if isinstance(index, slice) else None
+        return self.dequantize()[index] if sliced is None else sliced
+
+    def slice_rows(self, rows: slice) -> "CompressedTensor | None":
+        """Return compressed rows, or None if only a dense tensor can contain them."""
+        return None
+
+    def slice_columns(self, columns: slice) -> "CompressedTensor | None":
+        """Return compressed columns, or None if only a dense tensor can contain them."""
+        return None
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[Self], dim: int) -> "CompressedTensor | None":
+        """Return matrices of this class as one, or None if only a dense tensor can contain them."""
+        return None
+
+    def make_zero_rows(self, count: int) -> Self:
+        """Return `count` rows of zeros, compressed, into which FSDP2 copies a shard."""
+        raise UnsupportedOperationError(
+            f"FSDP2 cannot shard {self.describe()} weights, whose shards differ in size;"
+            " dequantize() them before fully_shard (torch.zeros makes a dense tensor of zeros)"
+        )
 
     def take_row(self, index: int) -> Tensor:
         """Return one row."""
@@ -175,18 +222,18 @@ class CompressedTensor(Tensor):
         }
         return type(self)(parts, self.config, Spec(dtype or self.dtype, tuple(self.shape)))
 
-    def cast(self, dtype: torch.dtype) -> Self:
+    def cast(self, dtype: torch.dtype) -> "CompressedTensor":
         """Return the tensor as `dtype`; values are rounded now or when they are used."""
         return self.map_leaves(lambda x: x, dtype)
 
-    def _is_traced(self) -> bool:
+    def is_traced(self) -> bool:
         """Return True under a compiler or in a fake tensor mode, where only shapes matter."""
         first: Tensor = self
         while isinstance(first, CompressedTensor):
             first = getattr(first, first.part_names[0])
-        return torch.compiler.is_compiling() or type(first) is not Tensor or _are_results_fake()
+        return torch.compiler.is_compiling() or type(first) is not Tensor or are_results_fake()
 
-    def _traced_arguments(self) -> tuple[str, list[Tensor]]:
+    def traced_arguments(self) -> tuple[str, list[Tensor]]:
         """Return the arguments that represent this tensor in custom operators."""
         names, leaves = zip(*self.leaves(), strict=True)
         return json.dumps([self.form(), names]), list(leaves)
@@ -231,8 +278,6 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _GRADIENT_SETTERS:
-            return args[0] if func is Tensor.requires_grad_ else None
         run = _FUNCTIONS.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
             return run(*args, **(kwargs or {}))
@@ -247,16 +292,63 @@ class CompressedTensor(Tensor):
     ) -> Any:
         run = _OPERATIONS.get(func)
         result = NotImplemented if run is None else run(*args, **(kwargs or {}))
-        if result is NotImplemented:
-            name = next((type(x).__name__ for x in args if isinstance(x, cls)), cls.__name__)
-            raise UnsupportedOperationError(
-                f"{func} is not supported by {name}; call dequantize() for a dense tensor"
-            )
-        return result
+        return _compute_dense(func, args, kwargs or {}) if result is NotImplemented else result
 
 
-_GRADIENT_SETTERS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-"""Ignored functions: `load_state_dict(assign=True)` copies `requires_grad`; codes have none."""
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Implementations of torch functions, which are called before torch selects an operator."""
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {}
+"""Implementations of operators; they return NotImplemented if only a dense result is possible."""
+
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def implements(*targets: Any) -> Callable[[_Handler], _Handler]:
+    """Register the decorated function for operators (`torch.ops.aten…`) or torch functions."""
+
+    def register(handler: _Handler) -> _Handler:
+        for target in targets:
+            table = _OPERATIONS if isinstance(target, OpOverload) else _FUNCTIONS
+            table[target] = handler
+        return handler
+
+    return register
+
+
+_reported: set[tuple[str, type]] = set()
+"""Operators and classes for which dense computation has been reported."""
+
+
+def _compute_dense(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on dequantized tensors, and report it once per operator and class."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, CompressedTensor)]
+    kind = type(tensors[0])
+    if _writes_to_compressed(func, args, kwargs):
+        raise UnsupportedOperationError(
+            f"{func} is not supported by {kind.__name__}, which cannot be changed in place;"
+            " call dequantize() for a dense tensor"
+        )
+    if (str(func), kind) not in _reported:
+        _reported.add((str(func), kind))
+        _LOG.warning("%s: computed on a dense copy of %s (reported once)", func, kind.__name__)
+    args, kwargs = tree_map_only(CompressedTensor, CompressedTensor.dequantize, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _writes_to_compressed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an operator changes a compressed argument, or if that is not known."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "c10d":  # whose schemas do not declare what they change
+        return True
+    values = zip(schema.arguments, args, strict=False)
+    named = [(argument, kwargs.get(argument.name)) for argument in schema.arguments[len(args) :]]
+    return any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and any(isinstance(x, CompressedTensor) for x in tree_leaves(value))
+        for argument, value in [*values, *named]
+    )
 
 
 _ORIGIN = object()
@@ -272,7 +364,7 @@ def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> 
         x = _rebuild(json.loads(form), {name: _adopt(name, x) for name, x in leaves.items()}, "")
         for name in leaves.keys() - dict(x.leaves()).keys():
             raise CorruptFileError(f"unknown part {str(name)[:80]!r}")
-        if not _are_results_fake():
+        if not are_results_fake():
             x.check()
     return nn.Parameter(x, requires_grad=False) if is_param else x
 
@@ -283,7 +375,7 @@ def _adopt(name: str, x: Tensor) -> Tensor:
     A file may let `torch.load` call `set_` on the passed tensor later, and may let another tensor
     share its memory, which then must not be trusted for addresses.
     """
-    if _are_results_fake():
+    if are_results_fake():
         return x
     plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
     if not plain or x.is_quantized or x.is_conj() or x.is_neg():
@@ -325,178 +417,28 @@ rebuild.__module__ = "slimtensors.runtime"
 torch.serialization.add_safe_globals([rebuild, (rebuild, "slimtensors.tensors.compressed.rebuild")])
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Implement `F.linear` for a compressed weight."""
-    if not isinstance(weight, CompressedTensor):
-        raise UnsupportedOperationError(
-            "F.linear supports compressed weights, not compressed inputs or biases"
-        )
-    if x.shape[-1:] != weight.shape[1:]:
-        raise ConfigError(
-            f"input of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}"
-        )
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight if weight.dtype is dtype else weight.cast(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    if x.dtype is not weight.dtype:
-        raise ConfigError(
-            f"input is {x.dtype}, but the weight is {weight.dtype}; convert one: weight.to(x.dtype)"
-        )
-    if weight._is_traced():
-        out: Tensor = _linear_op(x, *weight._traced_arguments())
-        return out if bias is None else out + bias
-    if torch.is_grad_enabled() and x.requires_grad:
-        return functional.linear(x, weight.dequantize(), bias)
-    return weight.linear(x, bias)
-
-
-def _are_results_fake() -> bool:
+def are_results_fake() -> bool:
     """Return True if new tensors are fake, even though ours may be real."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def _rebuild_traced(form: str, leaves: list[Tensor]) -> CompressedTensor:
+def rebuild_traced(form: str, leaves: list[Tensor]) -> CompressedTensor:
+    """Return the tensor that `CompressedTensor.traced_arguments` represents."""
     description, names = json.loads(form)
     return _rebuild(description, dict(zip(names, leaves, strict=True)), "")
 
 
-def _traced_spec(form: str) -> Spec:
+def parse_traced_spec(form: str) -> Spec:
+    """Return dtype and shape of the tensor that `traced_arguments` represents."""
     return Spec.from_json(json.loads(form)[0])
-
-
-@torch.library.custom_op("slimtensors::linear", mutates_args=())
-def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    """Represent all kernels as one operator for compilers."""
-    return _rebuild_traced(form, leaves).linear(x, None)
-
-
-@_linear_op.register_fake
-def _(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _traced_spec(form).shape[0]))
-
-
-@torch.library.custom_op("slimtensors::rows", mutates_args=())
-def _rows_op(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    return _rebuild_traced(form, leaves).take_rows(index)
-
-
-@_rows_op.register_fake
-def _(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    spec = _traced_spec(form)
-    return index.new_empty((index.numel(), spec.shape[-1]), dtype=spec.dtype)
 
 
 @torch.library.custom_op("slimtensors::dequantize", mutates_args=())
 def _dequantize_op(form: str, leaves: list[Tensor]) -> Tensor:
-    return _rebuild_traced(form, leaves).decompress()
+    return rebuild_traced(form, leaves).decompress()
 
 
 @_dequantize_op.register_fake
 def _(form: str, leaves: list[Tensor]) -> Tensor:
-    spec = _traced_spec(form)
+    spec = parse_traced_spec(form)
     return leaves[0].new_empty(spec.shape, dtype=spec.dtype)
-
-
-def _to_copy(
-    x: CompressedTensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **layout: object,
-) -> Tensor:
-    if dtype is not None and not dtype.is_floating_point:
-        return NotImplemented  # type: ignore[no-any-return]
-    out = x.cast(dtype or x.dtype)
-    return out.map_leaves(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
-
-
-def _slice(
-    x: CompressedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> Tensor:
-    return x.take_rows(slice(start, end, step)) if dim == 0 else NotImplemented
-
-
-def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
-    return x.take_row(index) if dim == 0 else NotImplemented
-
-
-def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
-    return [x.take_row(i) for i in range(x.shape[0])] if dim == 0 else NotImplemented
-
-
-def _embedding(
-    weight: CompressedTensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    flat = indices.reshape(-1)
-    if weight._is_traced():
-        rows: Tensor = _rows_op(flat, *weight._traced_arguments())
-    else:
-        rows = weight.take_rows(flat)
-    return rows.view(*indices.shape, weight.shape[-1])
-
-
-def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(to, CompressedTensor):
-        return to.copy_(source.dequantize(), non_blocking)
-    if not isinstance(source, CompressedTensor) or (to.form() != source.form()):
-        return NotImplemented  # type: ignore[no-any-return]
-    leaves, source_leaves = dict(to.leaves()), dict(source.leaves())
-    if _list_specs(leaves) != _list_specs(source_leaves):
-        return NotImplemented  # type: ignore[no-any-return]  # before a part of them is copied
-    for name, leaf in leaves.items():
-        leaf.copy_(source_leaves[name], non_blocking)
-    to.invalidate()
-    return to
-
-
-def _list_specs(leaves: Mapping[str, Tensor]) -> dict[str, Spec]:
-    return {name: Spec.of(leaf) for name, leaf in leaves.items()}
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if not isinstance(a, CompressedTensor) or not isinstance(b, CompressedTensor):
-        return NotImplemented  # type: ignore[no-any-return]
-    pairs = zip(a.leaves(), b.leaves(), strict=False)
-    return a.form() == b.form() and all(bitwise_equal(x, y) for (_, x), (_, y) in pairs)
-
-
-def _share_memory(x: CompressedTensor) -> CompressedTensor:
-    for _, leaf in x.leaves():
-        leaf.share_memory_()  # type: ignore[no-untyped-call]
-    return x
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    Tensor.share_memory_: _share_memory,
-    Tensor.is_shared: lambda x: all(leaf.is_shared() for _, leaf in x.leaves()),
-}
-"""Functions that never reach `__torch_dispatch__`, or would crash there."""
-
-_aten = torch.ops.aten
-_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: lambda x: x.map_leaves(torch.detach),
-    _aten.alias.default: lambda x: x.map_leaves(lambda part: part),
-    _aten.clone.default: lambda x, **layout: x.map_leaves(torch.clone),
-    _aten.contiguous.default: lambda x, **layout: x,
-    _aten._to_copy.default: _to_copy,
-    _aten.slice.Tensor: _slice,
-    _aten.select.int: _select,
-    _aten.unbind.int: _unbind,
-    _aten.embedding.default: _embedding,
-    _aten.copy_.default: _copy,
-    _aten.equal.default: _equal,
-    _aten.dequantize.self: lambda x: x.dequantize(),
-    _aten._has_compatible_shallow_copy_type.default: lambda x, y: type(x) is type(y),
-}

@@ -1,7 +1,9 @@
 """Weights that stay quantized in memory, as codes and scales."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ from slimtensors.quantization.formats import check_params
 from slimtensors.quantization.kernels import CodeKind
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.kernels import Kernels, integer_linear
-from slimtensors.tensor import KERNEL_FLOATS, Json, Spec
+from slimtensors.runtime.sparse import SparseTensor
+from slimtensors.tensor import KERNEL_FLOATS, Json, Spec, bitwise_equal
 
 _KINDS: dict[torch.dtype, CodeKind] = {
     torch.int8: "int",
@@ -27,11 +30,8 @@ _KINDS: dict[torch.dtype, CodeKind] = {
 _PIECE_BYTES = 4 << 20
 """Bytes of weights that are dequantized at a time, to stay in a cache."""
 
-_BY_ROW = (
-    QuantizationStrategy.CHANNEL,
-    QuantizationStrategy.GROUP,
-    QuantizationStrategy.TENSOR_GROUP,
-)
+_BY_GROUP = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+_BY_ROW = (QuantizationStrategy.CHANNEL, *_BY_GROUP)
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class QuantizedTensor(CompressedTensor):
         *,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> "QuantizedTensor":
+    ) -> Self:
         """Wrap stored codes and their params."""
         parts = {name: getattr(params, name) for name in cls.part_names[1:]}
         present = {name: part for name, part in parts.items() if part is not None}
         return cls({"codes": codes, **present}, config, Spec(dtype, shape))
 
     @classmethod
-    def quantize(cls, weight: Tensor, config: QuantizedConfig) -> "QuantizedTensor":
+    def quantize(cls, weight: Tensor, config: QuantizedConfig) -> Self:
         """Quantize a dense weight."""
         weight = weight.detach()
         args = config.args
@@ -202,17 +202,88 @@ class QuantizedTensor(CompressedTensor):
 
     def take_rows(self, index: slice | Tensor) -> Tensor:
         """Return rows, or matrices of a stack: compressed for a slice, else dense."""
-        if not self._is_divisible():
-            if isinstance(index, slice):
-                raise UnsupportedOperationError(
-                    f"slices of {self.describe()} are not supported; call dequantize() first"
-                )
-            return self.dequantize()[index]
+        if isinstance(index, slice) or not self._is_divisible():
+            return super().take_rows(index)
         codes, params = self._select(index)
         shape = (codes.shape[0], *self.shape[1:])
-        if isinstance(index, slice):
-            return self.from_codes(codes, params, self.config, shape=shape, dtype=self.dtype)
         return _dequantize(codes, params, self.config.args, shape).to(self.dtype)
+
+    def slice_rows(self, rows: slice) -> Self | None:
+        """Return rows, or matrices of a stack; None if rows share scales in blocks."""
+        if not self._is_divisible():
+            return None
+        codes, params = self._select(rows)
+        return self._with_codes(codes, params, (codes.shape[0], *self.shape[1:]))
+
+    def slice_columns(self, columns: slice) -> Self | None:
+        """Return columns; None if they are not whole groups, or not contiguous ones."""
+        args, count = self.config.args, len(range(*columns.indices(self.shape[1])))
+        if not self._can_split_columns([columns.start, count]) or columns.step != 1 or not count:
+            return None
+        size, params = args.group_size, self.params
+        if args.strategy in _BY_GROUP and size is not None:
+            groups = slice(columns.start // size, (columns.start + count) // size)
+            zero = None if params.zero_point is None else params.zero_point[:, groups].contiguous()
+            params = replace(params, scale=params.scale[:, groups].contiguous(), zero_point=zero)
+        codes = self._unpacked_codes()[:, columns].contiguous()
+        return self._with_codes(
+            kernels.pack_codes(codes, args, self._kind()), params, (self.shape[0], count)
+        )
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[Self], dim: int) -> Self | None:
+        """Return matrices as one; None if they would need more scales than one matrix has."""
+        first = tensors[0]
+        args, shape = first.config.args, list(first.shape)
+        if not all(first._can_join(x, dim) for x in tensors):
+            return None
+        is_split = args.strategy in (_BY_ROW if dim == 0 else _BY_GROUP)
+        params = first.params
+        if is_split:
+            zeros = [x.zero_point for x in tensors if x.zero_point is not None]
+            params = replace(
+                params,
+                scale=torch.cat([x.scale for x in tensors], dim),
+                zero_point=torch.cat(zeros, dim) if zeros else None,
+            )
+        common = ("global_scale",) if is_split else ("scale", "zero_point", "global_scale")
+        if not all(_equal_parts(getattr(x, k), getattr(first, k)) for x in tensors for k in common):
+            return None
+        # As bytes: torch does not concatenate float8.
+        codes = torch.cat([x._unpacked_codes().view(torch.uint8) for x in tensors], dim)
+        stored = kernels.pack_codes(codes.view(args.dtype), args, first._kind())
+        shape[dim] = sum(x.shape[dim] for x in tensors)
+        return first._with_codes(stored, params, tuple(shape))
+
+    def _can_join(self, other: Self, dim: int) -> bool:
+        """Return True if codes of both mean the same and may be beside each other."""
+        is_same = other.config == self.config and type(other.codes) is type(self.codes)
+        is_same = is_same and other.codes.dtype is self.codes.dtype
+        return is_same and other._can_split_columns([] if dim == 0 else [other.shape[1]])
+
+    def _can_split_columns(self, positions: Sequence[int]) -> bool:
+        """Return True if columns before and after these positions have scales of their own."""
+        args = self.config.args
+        if self.dim() != 2 or self.g_idx is not None or self.is_meta or self.is_traced():
+            return False
+        if args.strategy in _BY_GROUP:
+            return not any(position % (args.group_size or 1) for position in positions)
+        by_row = args.strategy in (QuantizationStrategy.CHANNEL, QuantizationStrategy.TENSOR)
+        return by_row and not (self._kind() == "fp4" and any(i % 2 for i in positions))
+
+    def _kind(self) -> CodeKind:
+        return _KINDS[self.codes.dtype]
+
+    def _unpacked_codes(self) -> Tensor:
+        """Return one code per item."""
+        args, columns = self.config.args, self.shape[-1]
+        return kernels.unpack_codes(self.plain_codes(), args, self._kind(), columns)
+
+    def _with_codes(self, codes: Tensor, params: Params, shape: tuple[int, ...]) -> Self:
+        """Return a tensor like this one with other codes, which stay sparse if they were."""
+        if isinstance(self.codes, SparseTensor):
+            codes = self.codes.from_dense(codes)
+        return self.from_codes(codes, params, self.config, shape=shape, dtype=self.dtype)
 
     def take_row(self, index: int) -> Tensor:
         """Return one matrix of a stack, compressed, or a dense row."""
@@ -221,6 +292,50 @@ class QuantizedTensor(CompressedTensor):
         codes, params = self._select(index)
         shape = tuple(self.shape[1:])
         return self.from_codes(codes, params, self.config, shape=shape, dtype=self.dtype)
+
+    def make_zero_rows(self, count: int) -> Self:
+        """Return a tensor like this one with `count` rows of zeros."""
+        if self.dim() != 2 or not self._is_divisible() or isinstance(self.codes, SparseTensor):
+            return super().make_zero_rows(count)
+        by_row = self._list_row_parts()
+        parts = {
+            name: part.new_zeros((count, *part.shape[1:])) if name in by_row else part
+            for name, part in self.parts().items()
+        }
+        return type(self)(parts, self.config, Spec(self.dtype, (count, self.shape[1])))
+
+    def _list_row_parts(self) -> list[str]:
+        """Return the names of parts with an item per row; all rows share the others."""
+        by_row = ["codes"]
+        if self.config.args.strategy in _BY_ROW:
+            by_row += ["scale", "zero_point"]
+        return [name for name in by_row if getattr(self, name) is not None]
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: Any,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Json]:
+        """Return the parts of a shard that FSDP2 gathers, and the others."""
+        if outer_size[0] % mesh.size():
+            raise UnsupportedOperationError(
+                f"FSDP2 needs the same number of rows on each rank for {self.describe()} weights:"
+                f" {outer_size[0]} rows on {mesh.size()} ranks; exclude {module} (ignored_params)"
+            )
+        gathered = {name: getattr(self, name) for name in self._list_row_parts()}
+        return tuple(gathered.values()), {"gathered": list(gathered), "shape": tuple(outer_size)}
+
+    def fsdp_post_all_gather(
+        self, parts: tuple[Tensor, ...], metadata: Json, dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the weight from gathered parts; `out` has the same parts, in the same memory."""
+        if out is not None:
+            return None
+        gathered = {**self.parts(), **dict(zip(metadata["gathered"], parts, strict=True))}
+        return type(self)(gathered, self.config, Spec(dtype, metadata["shape"])), parts
 
     def describe(self) -> str:
         """Return a short description of the encoding."""
@@ -243,6 +358,10 @@ def _dequantize(
     if zero is not None and zero.is_floating_point() and args.zp_dtype is None:
         params = replace(params, zero_point=zero.to(torch.int8))
     return kernels.decompress(codes, _KINDS[codes.dtype], params, args, shape, out=out)
+
+
+def _equal_parts(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and bitwise_equal(a, b))
 
 
 def choose_kind(args: QuantizationArgs) -> CodeKind:

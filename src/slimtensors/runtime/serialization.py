@@ -22,6 +22,7 @@ from slimtensors.runtime.compressed import CompressedTensor, NoConfig
 from slimtensors.runtime.convert import is_mostly_zero
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor, choose_kind
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
+from slimtensors.runtime.views import ViewTensor
 from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, as_bytes, to_cpu
 
 
@@ -177,7 +178,8 @@ def _read_quantized(x: Encoded, each: Each) -> QuantizedTensor | None:
 
 
 def _find_encoded(x: CompressedTensor) -> Encoded | None:
-    return None if isinstance(x, CsrTensor) else to_encoded(x)  # files do not contain CSR
+    # Files contain neither CSR nor views.
+    return None if isinstance(x, CsrTensor | ViewTensor) else to_encoded(x)
 
 
 register_runtime(to_compressed)

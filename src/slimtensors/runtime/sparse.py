@@ -1,6 +1,7 @@
 """Weights that stay in memory without their zeros."""
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Self
 
@@ -16,7 +17,34 @@ from slimtensors.runtime.compressed import CompressedTensor, NoConfig
 from slimtensors.tensor import Spec, as_bytes
 
 
-class SparseTensor(CompressedTensor):
+class _Recompressed(CompressedTensor):
+    """A tensor whose slices are compressed again, except in a compiler, which knows no values."""
+
+    @classmethod
+    def from_dense(cls, x: Tensor) -> Self:
+        """Compress a dense tensor."""
+        raise NotImplementedError
+
+    def slice_rows(self, rows: slice) -> Self | None:
+        """Return compressed rows."""
+        return None if self._has_no_values() else self.from_dense(self.dequantize()[rows])
+
+    def slice_columns(self, columns: slice) -> Self | None:
+        """Return compressed columns."""
+        return None if self._has_no_values() else self.from_dense(self.dequantize()[:, columns])
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[Self], dim: int) -> Self | None:
+        """Return matrices as one."""
+        if any(x._has_no_values() for x in tensors):
+            return None
+        return cls.from_dense(torch.cat([x.dequantize() for x in tensors], dim))
+
+    def _has_no_values(self) -> bool:
+        return self.is_meta or self.is_traced()
+
+
+class SparseTensor(_Recompressed):
     """One bit per position and the nonzero values. Lossless, for every dtype."""
 
     kind = "sparse"
@@ -49,11 +77,6 @@ class SparseTensor(CompressedTensor):
         if not fits or self.kept.dtype is not self.dtype or self.kept.dim() != 1:
             raise CorruptFileError(f"mask and {self.kept.numel()} values do not fit {spec}")
 
-    def take_rows(self, index: slice | Tensor) -> Tensor:
-        """Return rows: compressed for a slice, else dense."""
-        dense = self.dequantize()[index]
-        return self.from_dense(dense) if isinstance(index, slice) else dense
-
     def cast(self, dtype: torch.dtype) -> Self:
         """Return the tensor with its values cast to `dtype`."""
         parts = {"mask": self.mask, "kept": self.kept.to(dtype)}
@@ -63,7 +86,7 @@ class SparseTensor(CompressedTensor):
 _CSR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class CsrTensor(CompressedTensor):
+class CsrTensor(_Recompressed):
     """Nonzero values by row with their columns (CSR); kernels skip zeros.
 
     Values are stored as float32, the only dtype that torch's kernel supports.
@@ -134,15 +157,10 @@ class CsrTensor(CompressedTensor):
             out = out + bias
         return out.to(x.dtype).reshape(*x.shape[:-1], size[0])
 
-    def take_rows(self, index: slice | Tensor) -> Tensor:
-        """Return rows: compressed for a slice, else dense."""
-        dense = self.dequantize()[index]
-        return self.from_dense(dense) if isinstance(index, slice) else dense
-
-    def cast(self, dtype: torch.dtype) -> Self:
-        """Return the tensor as `dtype`, with values rounded to it."""
+    def cast(self, dtype: torch.dtype) -> CompressedTensor:
+        """Return the tensor as `dtype`, with values rounded to it; float64 as a `SparseTensor`."""
         if dtype is torch.float64:
-            raise ConfigError("CSR does not support float64; call dequantize() first")
+            return SparseTensor.from_dense(self.dequantize().double())
         parts = {**self.parts(), "kept": self.kept.to(dtype).float()}
         return type(self)(parts, self.config, Spec(dtype, tuple(self.shape)))
 

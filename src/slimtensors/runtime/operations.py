@@ -1,0 +1,440 @@
+"""Operators on compressed tensors: products, rows and columns, copies, views, factories.
+
+An operator that is not implemented here, or that returns NotImplemented, runs on dense copies.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slimtensors.errors import ConfigError, UnsupportedOperationError
+from slimtensors.runtime.compressed import (
+    CompressedTensor,
+    implements,
+    parse_traced_spec,
+    rebuild_traced,
+)
+from slimtensors.runtime.views import ViewTensor
+from slimtensors.tensor import KERNEL_FLOATS, Spec, bitwise_equal
+
+_aten = torch.ops.aten
+_DENSE: Any = NotImplemented
+"""Result of a handler that leaves the operator to dense copies."""
+
+
+# Products
+
+
+@implements(functional.linear, _aten.linear.default)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Implement `F.linear` for a compressed weight."""
+    if not isinstance(weight, CompressedTensor):
+        raise UnsupportedOperationError(
+            "F.linear supports compressed weights, not compressed inputs or biases"
+        )
+    if x.shape[-1:] != weight.shape[1:]:
+        raise ConfigError(
+            f"input of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}"
+        )
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight if weight.dtype is dtype else weight.cast(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if x.dtype is not weight.dtype:
+        raise ConfigError(
+            f"input is {x.dtype}, but the weight is {weight.dtype}; convert one: weight.to(x.dtype)"
+        )
+    if weight.is_traced():
+        out: Tensor = _linear_op(x, *weight.traced_arguments())
+        return out if bias is None else out + bias
+    if torch.is_grad_enabled() and x.requires_grad:
+        return functional.linear(x, weight.dequantize(), bias)
+    return weight.linear(x, bias)
+
+
+def _find_transposed_base(x: Tensor) -> CompressedTensor | None:
+    """Return the matrix of which `x` is the transposed one, or None."""
+    return x.base if isinstance(x, ViewTensor) and x.config.transposed else None
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply on codes if one factor is a weight as `F.linear` uses it: `w @ x`, `x @ w.t()`."""
+    base = _find_transposed_base(b)
+    if base is not None and not isinstance(a, CompressedTensor) and a.dim():
+        return linear(a, base)
+    is_weight = isinstance(a, CompressedTensor) and not isinstance(a, ViewTensor) and a.dim() == 2
+    if is_weight and not isinstance(b, CompressedTensor) and b.dim() in (1, 2):
+        return linear(b, a) if b.dim() == 1 else linear(b.t(), a).t()
+    return _DENSE  # type: ignore[no-any-return]
+
+
+@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@implements(torch.mm, Tensor.mm, torch.mv, Tensor.mv)
+def _matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    product = _multiply(a, b) if out is None else _DENSE
+    return torch.matmul(a, b, out=out) if product is _DENSE else product
+
+
+@implements(torch.addmm, Tensor.addmm)
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    out = _add_product(bias, a, b, beta=beta, alpha=alpha)
+    return torch.addmm(bias, a, b, beta=beta, alpha=alpha) if out is _DENSE else out
+
+
+implements(_aten.mm.default, _aten.mv.default)(_multiply)
+
+
+@implements(_aten.addmm.default)
+def _add_product(
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if isinstance(bias, CompressedTensor):
+        return _DENSE  # type: ignore[no-any-return]
+    out = _multiply(a, b)
+    return out if out is _DENSE else beta * bias + alpha * out
+
+
+@torch.library.custom_op("slimtensors::linear", mutates_args=())
+def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    """Represent all kernels as one operator for compilers."""
+    return rebuild_traced(form, leaves).linear(x, None)
+
+
+@_linear_op.register_fake
+def _(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], parse_traced_spec(form).shape[0]))
+
+
+# Rows, columns and views
+
+
+@implements(_aten.embedding.default)
+def _embedding(
+    weight: CompressedTensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    flat = indices.reshape(-1)
+    if weight.is_traced():
+        rows: Tensor = _rows_op(flat, *weight.traced_arguments())
+    else:
+        rows = weight.take_rows(flat)
+    return rows.view(*indices.shape, weight.shape[-1])
+
+
+@torch.library.custom_op("slimtensors::rows", mutates_args=())
+def _rows_op(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    return rebuild_traced(form, leaves).take_rows(index)
+
+
+@_rows_op.register_fake
+def _(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
+    spec = parse_traced_spec(form)
+    return index.new_empty((index.numel(), spec.shape[-1]), dtype=spec.dtype)
+
+
+@implements(_aten.index.Tensor)
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Look rows up as `F.embedding` does."""
+    is_matrix = isinstance(x, CompressedTensor) and x.dim() == 2
+    index = indices[0] if len(indices) == 1 else None
+    if not is_matrix or index is None or index.dtype not in (torch.int64, torch.int32):
+        return _DENSE  # type: ignore[no-any-return]
+    assert isinstance(x, CompressedTensor)
+    return _embedding(x, torch.where(index < 0, index + x.shape[0], index))
+
+
+@implements(_aten.slice.Tensor)
+def _slice(
+    x: CompressedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Tensor:
+    items = slice(*slice(start, end, step).indices(x.shape[dim]))
+    if dim % x.dim() == 0:
+        out = x.slice_rows(items)
+    elif x.dim() == 2:
+        out = x.slice_columns(items)
+    else:
+        out = None
+    if out is None:
+        return _DENSE  # type: ignore[no-any-return]
+    out.is_copy = not _share_memory(x, out)
+    return out
+
+
+def _share_memory(a: CompressedTensor, b: CompressedTensor) -> bool:
+    if a.is_meta or a.is_traced():
+        return True
+    first, second = next(a.leaves())[1], next(b.leaves())[1]
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+@implements(_aten.split.Tensor)
+def _split(x: CompressedTensor, size: int, dim: int = 0) -> list[Tensor]:
+    count = x.shape[dim]
+    starts = range(0, max(count, 1), max(size, 1))
+    return [x.narrow(dim, start, min(size, count - start)) for start in starts]
+
+
+@implements(_aten.split_with_sizes.default)
+def _split_with_sizes(x: CompressedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    if sum(sizes) != x.shape[dim]:
+        raise ConfigError(f"sizes {list(sizes)} do not add up to {x.shape[dim]}")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@implements(_aten.select.int)
+def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
+    if dim % x.dim():
+        return _DENSE  # type: ignore[no-any-return]
+    return x.take_row(index)
+
+
+@implements(_aten.unbind.int)
+def _unbind(x: CompressedTensor, dim: int = 0) -> list[Tensor]:
+    return [x.select(dim, i) for i in range(x.shape[dim])]
+
+
+@implements(_aten.cat.default)
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    first = next(x for x in tensors if isinstance(x, CompressedTensor))
+    kinds = {(type(x), x.dtype, x.device, x.dim()) for x in tensors}
+    if len(kinds) > 1 or first.dim() != 2:
+        return _DENSE  # type: ignore[no-any-return]
+    dim %= 2
+    if len({x.shape[1 - dim] for x in tensors}) > 1:
+        return _DENSE  # type: ignore[no-any-return]  # to raise the usual error
+    out = type(first).concatenate(tensors, dim)  # type: ignore[arg-type]
+    return _DENSE if out is None else out
+
+
+@implements(_aten.t.default)
+def _transpose(x: CompressedTensor) -> Tensor:
+    out = ViewTensor.transpose_matrix(x)
+    return _DENSE if out is None else out
+
+
+@implements(_aten.transpose.int)
+def _transpose_dims(x: CompressedTensor, first: int, second: int) -> Tensor:
+    if first % x.dim() == second % x.dim():
+        return x.alias()
+    return _transpose(x)
+
+
+@implements(_aten.permute.default)
+def _permute(x: CompressedTensor, dims: Sequence[int]) -> Tensor:
+    order = [dim % x.dim() for dim in dims]
+    return x.alias() if order == sorted(order) else _transpose(x)
+
+
+@implements(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+def _view(x: CompressedTensor, size: Sequence[int]) -> Tensor:
+    shape = torch.empty(x.shape, device="meta").reshape(list(size)).shape
+    out = ViewTensor.reshape_tensor(x, tuple(shape))
+    return _DENSE if out is None else out
+
+
+@implements(_aten.as_strided.default)
+def _as_strided(
+    x: CompressedTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Tensor:
+    same = tuple(size) == tuple(x.shape) and tuple(stride) == x.stride()
+    return x.alias() if same and not storage_offset else _DENSE
+
+
+# Copies, conversions and comparisons
+
+
+@implements(_aten.detach.default, _aten.alias.default)
+def _alias(x: CompressedTensor) -> Tensor:
+    return x.alias()
+
+
+@implements(_aten.clone.default)
+def _clone(x: CompressedTensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    if memory_format is torch.contiguous_format and not x.is_contiguous():
+        return _DENSE  # type: ignore[no-any-return]
+    return x.map_leaves(torch.clone)
+
+
+@implements(_aten._to_copy.default)
+def _to_copy(
+    x: CompressedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **layout: object,
+) -> Tensor:
+    if dtype not in (None, x.dtype, *KERNEL_FLOATS, torch.float64):
+        return _DENSE  # type: ignore[no-any-return]
+    out = x.cast(dtype or x.dtype)
+    return out.map_leaves(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+@implements(_aten.copy_.default)
+def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(to, CompressedTensor):
+        return to.copy_(source.dequantize(), non_blocking)
+    if to.is_copy:
+        raise UnsupportedOperationError(
+            f"a slice of a {type(to).__name__} is a copy: writing to it would not change the weight"
+        )
+    if (
+        not isinstance(source, CompressedTensor)
+        or to.form() != source.form()
+        or _list_dtypes(to) != _list_dtypes(source)
+    ):
+        raise UnsupportedOperationError(
+            f"cannot copy {_describe(source)} into {_describe(to)}: compress it the same way first,"
+            " assign it (load_state_dict(assign=True)), or dequantize() the destination"
+        )
+    sources = dict(source.leaves())
+    pairs = [(leaf, sources[name]) for name, leaf in to.leaves()]
+    in_place = all(Spec.of(leaf) == Spec.of(new) for leaf, new in pairs)
+    for leaf, new in pairs:
+        if in_place:
+            leaf.copy_(new, non_blocking)
+        else:  # as many nonzero values or coded bytes as the source has
+            leaf.set_(new.to(leaf.device, copy=True))  # type: ignore[call-overload]
+    to.invalidate()
+    return to
+
+
+def _describe(x: Tensor) -> str:
+    kind = x.describe() if isinstance(x, CompressedTensor) else "dense"
+    return f"{kind} {x.dtype} {tuple(x.shape)}"
+
+
+def _list_dtypes(x: CompressedTensor) -> dict[str, torch.dtype]:
+    return {name: leaf.dtype for name, leaf in x.leaves()}
+
+
+@implements(Tensor.__setitem__)
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    """Write rows whose memory can be written to: those of quantized weights."""
+    if not isinstance(x, CompressedTensor):
+        x[index] = value.dequantize()
+        return
+    target = x[index]
+    if not isinstance(target, CompressedTensor):
+        raise UnsupportedOperationError(
+            f"items of a {type(x).__name__} cannot be set; call dequantize() for a dense tensor"
+        )
+    target.copy_(value)
+
+
+@implements(_aten.equal.default)
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if isinstance(a, CompressedTensor) and isinstance(b, CompressedTensor) and a.form() == b.form():
+        pairs = zip(a.leaves(), b.leaves(), strict=True)
+        if all(Spec.of(x) == Spec.of(y) and bitwise_equal(x, y) for (_, x), (_, y) in pairs):
+            return True
+    return torch.equal(_to_dense(a), _to_dense(b))
+
+
+@implements(torch.allclose, Tensor.allclose)
+def _allclose(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return torch.allclose(_to_dense(a), _to_dense(b), *args, **kwargs)
+
+
+def _to_dense(x: Tensor) -> Tensor:
+    return x.dequantize() if isinstance(x, CompressedTensor) else x
+
+
+@implements(_aten.dequantize.self)
+def _dequantize(x: CompressedTensor) -> Tensor:
+    return x.dequantize()
+
+
+@implements(_aten._has_compatible_shallow_copy_type.default)
+def _is_same_class(x: Tensor, y: Tensor) -> bool:
+    return type(x) is type(y)
+
+
+@implements(Tensor.requires_grad_)
+def _keep_gradients_off(x: Tensor, requires_grad: bool = True) -> Tensor:
+    """Ignore it: `load_state_dict(assign=True)` copies `requires_grad`; codes have none."""
+    return x
+
+
+@implements(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _ignore_requires_grad(x: Tensor, requires_grad: bool) -> None:
+    pass
+
+
+# Memory
+
+
+@implements(Tensor.share_memory_)
+def _move_to_shared_memory(x: CompressedTensor) -> CompressedTensor:
+    for _, leaf in x.leaves():
+        leaf.share_memory_()  # type: ignore[no-untyped-call]
+    return x
+
+
+@implements(Tensor.is_shared)
+def _is_shared(x: CompressedTensor) -> bool:
+    return all(leaf.is_shared() for _, leaf in x.leaves())  # type: ignore[no-untyped-call]
+
+
+@implements(_aten.is_pinned.default)
+def _is_pinned(x: CompressedTensor, device: torch.device | None = None) -> bool:
+    return all(leaf.is_pinned() for _, leaf in x.leaves())
+
+
+@implements(_aten._pin_memory.default)
+def _pin_memory(x: CompressedTensor, device: torch.device | None = None) -> Tensor:
+    return x.map_leaves(torch.Tensor.pin_memory)
+
+
+# Factories: dense tensors, as nothing is known about their values
+
+
+def _make_like(operator: Any, x: CompressedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    out: Tensor = operator(like, *args, **{**kwargs, "device": kwargs.get("device") or x.device})
+    return out
+
+
+for _operator in (
+    _aten.empty_like.default,
+    _aten.full_like.default,
+    _aten.ones_like.default,
+    _aten.rand_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+    _aten.randn_like.default,
+    _aten.zeros_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.new_full.default,
+    _aten.new_ones.default,
+):
+    implements(_operator)(partial(_make_like, _operator))
+
+
+@implements(_aten.new_zeros.default)
+def _new_zeros(x: CompressedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """Return compressed rows, which FSDP2 needs, or a dense tensor of another shape."""
+    if len(size) == 2 and tuple(size[1:]) == tuple(x.shape[1:]) and not _is_set(kwargs):
+        return x.make_zero_rows(size[0])
+    return _make_like(_aten.new_zeros.default, x, size, **kwargs)
+
+
+def _is_set(kwargs: Mapping[str, Any]) -> bool:
+    return any(value is not None and value is not False for value in kwargs.values())
