@@ -290,7 +290,8 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        run = _OPERATIONS.get(func)
+        # In inference mode torch does not decompose operators that consist of others.
+        run = _OPERATIONS.get(func) or getattr(func, "decompose", None)
         result = NotImplemented if run is None else run(*args, **(kwargs or {}))
         return _compute_dense(func, args, kwargs or {}) if result is NotImplemented else result
 
