@@ -26,6 +26,7 @@ from slimtensors.runtime import (
     int8_dynamic_activation_int8_weight,
     int8_weight_only,
     rebuild,
+    rebuild_pickled,
     sparse_int8_weight,
 )
 
@@ -60,6 +61,8 @@ KINDS: dict[str, Callable[[Tensor], CompressedTensor]] = {
     "sparse int8": sparse_int8_weight(),
     "coded": coded_weight(),
     "coded sparse": coded_weight("sparse"),
+    "transposed": lambda weight: CsrTensor.from_dense(weight).t(),
+    "flat": lambda weight: int4_weight_only(group_size=32)(weight).view(-1),
 }
 
 
@@ -131,10 +134,11 @@ def change_form(form: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for kind in KINDS.values():
         yield "other kind", {**kind(matrix()).form()}
     yield "nested", {**form, "inner": {"codes": form, "starts": form, "leaf0": form}}
-    deep: dict[str, Any] = form
-    for _ in range(200):
-        deep = {**form, "inner": {"codes": deep}}
-    yield "deep", deep
+    for part in ("codes", "base"):
+        deep: dict[str, Any] = form
+        for _ in range(200):
+            deep = {**form, "inner": {part: deep}}
+        yield f"deep {part}", deep
     yield "not JSON", "{"
     yield "deeper", "[" * 100_000
     yield "text", '"x"'
@@ -192,6 +196,14 @@ def test_parts_with_stride_zero_are_refused():
         flat = torch.zeros(1, dtype=leaves[name].dtype).as_strided(leaves[name].shape, (0,))
         with pytest.raises(CorruptFileError, match=name):
             rebuild(json.dumps(weight.form()), {**leaves, name: flat})
+
+
+@pytest.mark.parametrize("dtypes", [{"codes": torch.complex64}, {"x": torch.int8}, {"codes": 1}, 1])
+def test_dtypes_of_a_pickle_must_fit(dtypes):
+    weight = float8_weight_only()(matrix())
+    leaves = {name: leaf.view(torch.uint8) for name, leaf in weight.leaves()}
+    with pytest.raises(CorruptFileError):
+        rebuild_pickled(json.dumps(weight.form()), leaves, dtypes, False)
 
 
 def test_a_part_that_changes_after_the_check_has_no_effect():

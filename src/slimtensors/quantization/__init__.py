@@ -82,6 +82,36 @@ _ON_DEMAND = {
 }
 """Modules of names that are imported on first use: they need torch.nn or higher layers."""
 
+_TORCHAO_NAMES = (
+    "Float8DynamicActivationFloat8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "FqnToConfig",
+    "Int4CPULayout",
+    "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+    "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MappingType",
+    "ModuleFqnToConfig",
+    "PerAxis",
+    "PerGroup",
+    "PerRow",
+    "PerTensor",
+    "PerToken",
+    "PlainLayout",
+    "TensorCoreTiledLayout",
+    "UIntXWeightOnlyConfig",
+    "ZeroPointDomain",
+    "float8_dynamic_activation_float8_weight",
+    "int8_dynamic_activation_int4_weight",
+    "uintx_weight_only",
+)
+"""Names of torchao.quantization: configurations of `quantize_` and their options."""
+__all__ += _TORCHAO_NAMES
+_ON_DEMAND |= dict.fromkeys(_TORCHAO_NAMES, _RUNTIME)
+
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use."""

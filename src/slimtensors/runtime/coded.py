@@ -33,7 +33,7 @@ from slimtensors.codecs.presets import Choice
 from slimtensors.codecs.protocol import check_part_names
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.runtime.compressed import CompressedTensor
-from slimtensors.runtime.convert import Compression
+from slimtensors.runtime.configs import Compression
 from slimtensors.tensor import (
     KERNEL_FLOATS,
     QUANTIZED_DTYPES,

@@ -151,9 +151,8 @@ class CompressedTensor(Tensor):
 
     def alias(self) -> Self:
         """Return a tensor with the same parts: both change if one is copied into."""
-        detach = torch.detach if self.is_traced() else lambda part: part
         parts = {
-            name: part.alias() if isinstance(part, CompressedTensor) else detach(part)
+            name: part.alias() if isinstance(part, CompressedTensor) else part.detach()
             for name, part in self.parts().items()
         }
         return type(self)(parts, self.config, Spec(self.dtype, tuple(self.shape)))
@@ -247,9 +246,14 @@ class CompressedTensor(Tensor):
         """Return a short description of the encoding."""
         return self.kind
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        form, leaves = json.dumps(self.form()), dict(self.leaves())
         is_param = isinstance(self, nn.Parameter)
-        return rebuild, (json.dumps(self.form()), dict(self.leaves()), is_param)
+        if protocol <= _SAVE_PROTOCOL:
+            return rebuild, (form, leaves, is_param)
+        dtypes = {name: x.dtype for name, x in leaves.items() if x.dtype not in _PICKLED_DTYPES}
+        leaves |= {name: leaves[name].view(_INTEGERS[dtypes[name].itemsize]) for name in dtypes}
+        return rebuild_pickled, (form, leaves, dtypes, is_param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -290,10 +294,12 @@ class CompressedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # In inference mode torch does not decompose operators that consist of others.
-        run = _OPERATIONS.get(func) or getattr(func, "decompose", None)
-        result = NotImplemented if run is None else run(*args, **(kwargs or {}))
-        return _compute_dense(func, args, kwargs or {}) if result is NotImplemented else result
+        is_view = getattr(func, "is_view", False)
+        if is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            # torch requires that a tensor and its views agree.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -301,6 +307,14 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {}
 """Implementations of operators; they return NotImplemented if only a dense result is possible."""
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # In inference mode torch does not decompose operators that consist of others.
+    handler = _OPERATIONS.get(func) or getattr(func, "decompose", None)
+    result = NotImplemented if handler is None else handler(*args, **kwargs)
+    return _compute_dense(func, args, kwargs) if result is NotImplemented else result
+
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
@@ -370,6 +384,33 @@ def rebuild(form: str, leaves: Mapping[str, Tensor], is_param: bool = False) -> 
     return nn.Parameter(x, requires_grad=False) if is_param else x
 
 
+_SAVE_PROTOCOL = 2
+"""Protocol of `torch.save`; a higher one is a plain pickle, for which torch has fewer dtypes."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PICKLED_DTYPES = {
+    *_INTEGERS.values(),
+    torch.int8,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes of tensors that torch restores from plain pickles."""
+
+
+def rebuild_pickled(
+    form: str, leaves: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], is_param: bool
+) -> Tensor:
+    """Return a tensor from a plain pickle, in which some leaves are integers instead of `dtypes`.
+
+    Nothing is trusted, as in `rebuild`.
+    """
+    with report_malformed("compressed tensor", computes=True):
+        viewed = {name: leaves[name].view(dtype) for name, dtype in dtypes.items()}
+    return rebuild(form, {**leaves, **viewed}, is_param)
+
+
 def _adopt(name: str, x: Tensor) -> Tensor:
     """Return a part from a file as a contiguous tensor, separate from the one that was passed.
 
@@ -413,9 +454,11 @@ def _rebuild(form: Json, leaves: Mapping[str, Tensor], prefix: str) -> Compresse
     return cls(parts, cls.parse_config(form["config"]), Spec.from_json(form))
 
 
-rebuild.__module__ = "slimtensors.runtime"
+rebuild.__module__ = rebuild_pickled.__module__ = "slimtensors.runtime"
 """In files of `torch.save`, and in the message of `torch.load` if this module is not imported."""
-torch.serialization.add_safe_globals([rebuild, (rebuild, "slimtensors.tensors.compressed.rebuild")])
+torch.serialization.add_safe_globals(
+    [rebuild, (rebuild, "slimtensors.tensors.compressed.rebuild"), rebuild_pickled]
+)
 
 
 def are_results_fake() -> bool:

@@ -3,20 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import ConfigError, UnsupportedOperationError
-from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.runtime.compressed import CompressedTensor
-from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor
+from slimtensors.runtime.configs import (
+    Compression,
+    FqnToConfig,
+    Int8WeightOnlyConfig,
+    parse_config,
+)
+from slimtensors.runtime.quantized import QuantizedTensor
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
 from slimtensors.tensor import Spec, as_bytes
-
-Compression = Callable[[Tensor], CompressedTensor]
-"""Function that compresses a dense weight."""
 
 Filter = Callable[[nn.Module, str], bool]
 """Function that selects modules, given a module and its name in the model."""
@@ -25,19 +28,29 @@ _CSR_SPARSITY = 0.9
 """Share of zeros above which kernels that skip them are faster than dense ones."""
 
 
-def quantize_(model: nn.Module, config: Compression, filter_fn: Filter | None = None) -> None:
+def quantize_(
+    model: nn.Module,
+    config: Compression | FqnToConfig,
+    filter_fn: Filter | None = None,
+    device: torch.device | str | int | None = None,
+    *,
+    set_inductor_config: bool = True,
+) -> None:
     """Compress the weights of the selected modules in place; by default of every `nn.Linear`.
 
         quantize_(model, int4_weight_only(group_size=128))
 
-    `filter_fn(module, name)` selects modules. Weights that modules share stay shared. If a weight
-    cannot be compressed, the model is not changed.
+    `filter_fn(module, name)` selects modules. `device` is where weights are compressed, one by one,
+    and where the model is afterwards. Weights that modules share stay shared. If a weight cannot be
+    compressed, the model is not changed. `set_inductor_config` has no effect: torch's settings are
+    the caller's.
     """
-    select = filter_fn or is_linear
+    choose = _make_chooser(parse_config(config), filter_fn)
     compressed: dict[Tensor, nn.Parameter] = {}
     selected: list[tuple[nn.Module, Tensor]] = []
     for name, module in model.named_modules():
-        if not select(module, name):
+        compress = choose(module, name)
+        if compress is None:
             continue
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
@@ -46,12 +59,37 @@ def quantize_(model: nn.Module, config: Compression, filter_fn: Filter | None = 
             raise ConfigError(f"{name} is already compressed; exclude it by filter_fn")
         selected.append((module, weight))
         if weight not in compressed:
+            source = weight if device is None else weight.detach().to(device)
             try:
-                compressed[weight] = nn.Parameter(config(weight), requires_grad=False)
+                compressed[weight] = nn.Parameter(compress(source), requires_grad=False)
             except ConfigError as error:
                 raise ConfigError(f"{name}.weight: {error}") from error
     for module, weight in selected:
         module.weight = compressed[weight]
+    if device is not None:
+        model.to(device)
+
+
+def _make_chooser(
+    config: Compression | FqnToConfig, filter_fn: Filter | None
+) -> Callable[[nn.Module, str], Compression | None]:
+    """Return a function that returns how to compress the weight of a module, or None."""
+    if not isinstance(config, FqnToConfig):
+        select, compress = filter_fn or is_linear, config
+        return lambda module, name: compress if select(module, name) else None
+    if filter_fn is not None:
+        raise ConfigError("FqnToConfig selects modules by name; pass no filter_fn")
+
+    def choose(module: nn.Module, name: str) -> Compression | None:
+        key, found = config.find(name) or (None, None)
+        if found is None or (key == "_default" and not is_linear(module, name)):
+            return None
+        parsed = parse_config(found)
+        if isinstance(parsed, FqnToConfig):
+            raise ConfigError(f"{key}: FqnToConfig cannot contain another one")
+        return parsed
+
+    return choose
 
 
 def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> None:
@@ -82,31 +120,6 @@ def is_mostly_zero(zeros: int, items: int) -> bool:
     return zeros >= _CSR_SPARSITY * items
 
 
-def int8_weight_only(group_size: int | None = None) -> Compression:
-    """Quantize weights to 8-bit integers with a scale per row, or per group of columns."""
-    return _quantize_with(_int_args(8, group_size))
-
-
-def int4_weight_only(group_size: int = 128, *, symmetric: bool = False) -> Compression:
-    """Quantize weights to 4-bit integers with a scale and a zero point per group of columns.
-
-    quantize_(model, int4_weight_only(group_size=64))
-    """
-    return _quantize_with(_int_args(4, group_size, symmetric=symmetric))
-
-
-def int8_dynamic_activation_int8_weight() -> Compression:
-    """Quantize weights to 8-bit integers, and inputs per token at run time."""
-    token = QuantizationArgs(8, strategy=QuantizationStrategy.TOKEN, dynamic=True)
-    return _quantize_with(_int_args(8, None), token)
-
-
-def float8_weight_only() -> Compression:
-    """Quantize weights to 8-bit floats with a scale per row."""
-    channel = QuantizationStrategy.CHANNEL
-    return _quantize_with(QuantizationArgs(8, QuantizationType.FLOAT, strategy=channel))
-
-
 def sparse_weight() -> Compression:
     """Store weights without their zeros, exactly. From 90 % zeros on, kernels skip them."""
 
@@ -121,7 +134,7 @@ def sparse_weight() -> Compression:
 
 def sparse_int8_weight() -> Compression:
     """Quantize weights to 8-bit integers with a scale per row, stored without zeros."""
-    quantize = int8_weight_only()
+    quantize = Int8WeightOnlyConfig()
 
     def compress(weight: Tensor) -> CompressedTensor:
         quantized = quantize(weight)
@@ -141,15 +154,6 @@ def get_model_size_in_bytes(model: nn.Module) -> int:
     leaves = [leaf for x in tensors for leaf in _list_leaves(x)]
     sizes = {_memory_key(leaf): leaf.numel() * leaf.element_size() for leaf in leaves}
     return sum(sizes.values())
-
-
-def _int_args(bits: int, group_size: int | None, *, symmetric: bool = True) -> QuantizationArgs:
-    return QuantizationArgs(bits, symmetric=symmetric, group_size=group_size or -1)
-
-
-def _quantize_with(args: QuantizationArgs, inputs: QuantizationArgs | None = None) -> Compression:
-    config = QuantizedConfig(args, inputs)
-    return lambda weight: QuantizedTensor.quantize(weight, config)
 
 
 def _list_leaves(x: Tensor) -> list[Tensor]:

@@ -294,23 +294,16 @@ def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         raise UnsupportedOperationError(
             f"a slice of a {type(to).__name__} is a copy: writing to it would not change the weight"
         )
-    if (
-        not isinstance(source, CompressedTensor)
-        or to.form() != source.form()
-        or _list_dtypes(to) != _list_dtypes(source)
-    ):
+    leaves, sources = dict(to.leaves()), dict[str, Tensor]()
+    if isinstance(source, CompressedTensor) and to.form() == source.form():
+        sources = dict(source.leaves())
+    if _list_specs(leaves) != _list_specs(sources):  # before a part of them is copied
         raise UnsupportedOperationError(
-            f"cannot copy {_describe(source)} into {_describe(to)}: compress it the same way first,"
-            " assign it (load_state_dict(assign=True)), or dequantize() the destination"
+            f"copy_ of {_describe(source)} into {_describe(to)}: the parts differ in kind or size;"
+            " assign the weight (load_state_dict(assign=True)), or dequantize() the destination"
         )
-    sources = dict(source.leaves())
-    pairs = [(leaf, sources[name]) for name, leaf in to.leaves()]
-    in_place = all(Spec.of(leaf) == Spec.of(new) for leaf, new in pairs)
-    for leaf, new in pairs:
-        if in_place:
-            leaf.copy_(new, non_blocking)
-        else:  # as many nonzero values or coded bytes as the source has
-            leaf.set_(new.to(leaf.device, copy=True))  # type: ignore[call-overload]
+    for name, leaf in leaves.items():
+        leaf.copy_(sources[name], non_blocking)
     to.invalidate()
     return to
 
@@ -320,8 +313,8 @@ def _describe(x: Tensor) -> str:
     return f"{kind} {x.dtype} {tuple(x.shape)}"
 
 
-def _list_dtypes(x: CompressedTensor) -> dict[str, torch.dtype]:
-    return {name: leaf.dtype for name, leaf in x.leaves()}
+def _list_specs(leaves: Mapping[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec.of(leaf) for name, leaf in leaves.items()}
 
 
 @implements(Tensor.__setitem__)

@@ -12,6 +12,7 @@ import os
 import sys
 
 import torch
+from subclasses import KINDS
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 
 from slimtensors.errors import SlimError
 from slimtensors.runtime import CompressedTensor, quantize_
-from subclasses import KINDS
 
 
 def make_model(rows: int) -> nn.Module:

@@ -1,4 +1,6 @@
-"""A compressed weight of each class and kind, for the table of operators."""
+"""A compressed weight of each kind, and the class it has."""
+
+import torch
 
 from slimtensors.quantization import QuantizationArgs
 from slimtensors.runtime import (
@@ -27,3 +29,10 @@ KINDS = {
     "csr": CsrTensor.from_dense,
     "coded": coded_weight(),
 }
+
+
+def dense_weight(rows=64, columns=64, *, dtype=torch.bfloat16, seed=0):
+    """Return a weight with 60 % zeros."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=random)
+    return torch.where(torch.rand(rows, columns, generator=random) < 0.4, x, 0.0).to(dtype)
