@@ -232,6 +232,10 @@ class CompressedTensor(Tensor):
             first = getattr(first, first.part_names[0])
         return torch.compiler.is_compiling() or type(first) is not Tensor or are_results_fake()
 
+    def has_no_values(self) -> bool:
+        """Return True on the meta device and where `is_traced`."""
+        return self.is_meta or self.is_traced()
+
     def traced_arguments(self) -> tuple[str, list[Tensor]]:
         """Return the arguments that represent this tensor in custom operators."""
         names, leaves = zip(*self.leaves(), strict=True)

@@ -173,7 +173,7 @@ def _slice(
 
 
 def _share_memory(a: CompressedTensor, b: CompressedTensor) -> bool:
-    if a.is_meta or a.is_traced():
+    if a.has_no_values():
         return True
     first, second = next(a.leaves())[1], next(b.leaves())[1]
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -210,7 +210,9 @@ class QuantizedTensor(CompressedTensor):
 
     def slice_rows(self, rows: slice) -> Self | None:
         """Return rows, or matrices of a stack; None if rows share scales in blocks."""
-        if not self._is_divisible():
+        if not self._is_divisible() or (
+            isinstance(self.codes, SparseTensor) and self.has_no_values()
+        ):
             return None
         codes, params = self._select(rows)
         return self._with_codes(codes, params, (codes.shape[0], *self.shape[1:]))
@@ -264,7 +266,7 @@ class QuantizedTensor(CompressedTensor):
     def _can_split_columns(self, positions: Sequence[int]) -> bool:
         """Return True if columns before and after these positions have scales of their own."""
         args = self.config.args
-        if self.dim() != 2 or self.g_idx is not None or self.is_meta or self.is_traced():
+        if self.dim() != 2 or self.g_idx is not None or self.has_no_values():
             return False
         if args.strategy in _BY_GROUP:
             return not any(position % (args.group_size or 1) for position in positions)

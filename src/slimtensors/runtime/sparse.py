@@ -27,21 +27,18 @@ class _Recompressed(CompressedTensor):
 
     def slice_rows(self, rows: slice) -> Self | None:
         """Return compressed rows."""
-        return None if self._has_no_values() else self.from_dense(self.dequantize()[rows])
+        return None if self.has_no_values() else self.from_dense(self.dequantize()[rows])
 
     def slice_columns(self, columns: slice) -> Self | None:
         """Return compressed columns."""
-        return None if self._has_no_values() else self.from_dense(self.dequantize()[:, columns])
+        return None if self.has_no_values() else self.from_dense(self.dequantize()[:, columns])
 
     @classmethod
     def concatenate(cls, tensors: Sequence[Self], dim: int) -> Self | None:
         """Return matrices as one."""
-        if any(x._has_no_values() for x in tensors):
+        if any(x.has_no_values() for x in tensors):
             return None
         return cls.from_dense(torch.cat([x.dequantize() for x in tensors], dim))
-
-    def _has_no_values(self) -> bool:
-        return self.is_meta or self.is_traced()
 
 
 class SparseTensor(_Recompressed):
