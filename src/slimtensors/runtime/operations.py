@@ -102,7 +102,7 @@ def _add_product(
 @torch.library.custom_op("slimtensors::linear", mutates_args=())
 def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
     """Represent all kernels as one operator for compilers."""
-    return rebuild_traced(form, leaves).linear(x, None)
+    return rebuild_traced(form, leaves).linear(x, None).contiguous()  # as compilers expect
 
 
 @_linear_op.register_fake
