@@ -108,6 +108,20 @@ def test_writing_to_the_data_of_a_coded_weight_is_noticed():
 
 
 @each_kind
+def test_data_is_replaced_by_compressed_weights_only(kind):
+    """torch would replace the dtype and keep the values."""
+    model, other = make_model(kind), make_model(kind, seed=3)
+    weight = model.up.weight
+    weight.data = other.up.weight.data
+    assert model.up.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert torch.equal(weight, other.up.weight)
+    with pytest.raises(UnsupportedOperationError, match=r"cannot be replaced by dense"):
+        weight.data = torch.zeros(96, 64)
+    assert torch.equal(weight, other.up.weight)
+
+
+@each_kind
 def test_models_are_converted_and_copied(kind):
     model = make_model(kind)
     wide = copy.deepcopy(model).float()

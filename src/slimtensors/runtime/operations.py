@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from slimtensors.errors import ConfigError, UnsupportedOperationError
@@ -329,6 +329,20 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
             f"items of a {type(x).__name__} cannot be set; call dequantize() for a dense tensor"
         )
     target.copy_(value)
+
+
+@implements(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(x: CompressedTensor, value: Tensor) -> None:
+    """Replace the parts; torch itself would replace dtype and shape only."""
+    if not isinstance(value, CompressedTensor):
+        raise UnsupportedOperationError(
+            f"the data of {_describe(x)} cannot be replaced by {_describe(value)};"
+            " replace the parameter: module.weight = nn.Parameter(…)"
+        )
+    other: Tensor = value.alias()
+    if isinstance(x, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=False)
+    torch.utils.swap_tensors(x, other)  # type: ignore[no-untyped-call]
 
 
 @implements(_aten.equal.default)
