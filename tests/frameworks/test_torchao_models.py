@@ -205,11 +205,12 @@ QUANTIZED = ["int8", "int8 dynamic", "int4", "float8", "nvfp4"]
 @each_kind
 @pytest.mark.parametrize(("mode", "dtype"), [("fsdp", "bfloat16"), ("fsdp as float32", "float32")])
 def test_fsdp2_shards_rows_of_quantized_weights(kind, mode, dtype, sharded):
-    found = sharded[mode][kind]
+    found = dict(sharded[mode][kind])
     if kind not in QUANTIZED:
         assert "FSDP2 cannot shard" in found["refused"]
         return
-    assert found == {"error": 0, "dtype": f"torch.{dtype}", "rows": 64, "compressed": True}
+    assert found.pop("dtype") == f"torch.{dtype}"
+    assert found == {"error": 0, "rows": 64, "compressed": True, "gathered": True}
 
 
 @pytest.mark.slow
@@ -225,6 +226,7 @@ def test_tensor_parallel_layers_have_shards_of_weights(kind, sharded):
     assert found["error"] < 0.02
     assert found["rows"] == 64
     assert found["compressed"] == (kind != "coded")
+    assert found["gathered"]
 
 
 def test_collectives_refuse_compressed_weights():

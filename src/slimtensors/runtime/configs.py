@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -415,31 +415,31 @@ int8_weight_only = Int8WeightOnlyConfig
 uintx_weight_only = UIntXWeightOnlyConfig
 
 
-def _refuse(option: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"{option}={value!r} is not supported; expected {expected}")
+def _refuse(option: str, value: object, expected: str) -> NoReturn:
+    raise ConfigError(f"{option}={value!r} is not supported; expected {expected}")
 
 
 def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
     name = (value.name if isinstance(value, Enum) else str(value)).lower()
     if name not in allowed:
-        raise _refuse(option, value, " or ".join(allowed))
+        _refuse(option, value, " or ".join(allowed))
 
 
 def _check_layout(layout: object) -> None:
     name = layout if isinstance(layout, str) else type(layout).__name__.removesuffix("Type")
     if name not in _LAYOUTS and name != "None":
-        raise _refuse("layout", layout, "a layout that keeps all codes, such as PlainLayout()")
+        _refuse("layout", layout, "a layout that keeps all codes, such as PlainLayout()")
 
 
 def _check_float8(option: str, dtype: object) -> None:
     if dtype is not torch.float8_e4m3fn:
-        raise _refuse(option, dtype, "torch.float8_e4m3fn")
+        _refuse(option, dtype, "torch.float8_e4m3fn")
 
 
 def _count_bits(option: str, dtype: object, prefix: str) -> int:
     bits = str(dtype).removeprefix(f"torch.{prefix}")
     if bits not in {str(n) for n in range(2, 9)}:
-        raise _refuse(option, dtype, f"torch.{prefix}2 to torch.{prefix}8")
+        _refuse(option, dtype, f"torch.{prefix}2 to torch.{prefix}8")
     return int(bits)
 
 
@@ -453,7 +453,7 @@ def _split_pair(granularity: Any) -> tuple[Any, Any]:
     """Return the granularity of inputs and that of weights."""
     if isinstance(granularity, list | tuple):
         if len(granularity) != 2:
-            raise _refuse("granularity", granularity, "one for inputs and one for weights")
+            _refuse("granularity", granularity, "one for inputs and one for weights")
         return granularity[0], granularity[1]
     return granularity, granularity
 
@@ -476,7 +476,7 @@ def _parse_weight_args(
         case "PerGroup":
             size = granularity.group_size
         case _:
-            raise _refuse(option, granularity, "PerTensor(), PerRow(), PerAxis(0) or PerGroup(n)")
+            _refuse(option, granularity, "PerTensor(), PerRow(), PerAxis(0) or PerGroup(n)")
     return QuantizationArgs(bits, kind, symmetric=symmetric, group_size=size)
 
 
@@ -493,5 +493,5 @@ def _parse_input_args(
         case "PerRow" | "PerToken":
             strategy = QuantizationStrategy.TOKEN
         case _:
-            raise _refuse(option, granularity, "PerTensor() or PerRow() for inputs")
+            _refuse(option, granularity, "PerTensor() or PerRow() for inputs")
     return QuantizationArgs(8, kind, symmetric=symmetric, strategy=strategy, dynamic=True)

@@ -45,18 +45,19 @@ def compare(kind, mode, mesh):
     model = make_model(kind, 67 if mode == "fsdp of 67 rows" else 128)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = x.float() if mode == "fsdp as float32" else x
-    expected = copy.deepcopy(model).to(x.dtype)(x)
+    expected, dense = copy.deepcopy(model).to(x.dtype)(x), model[0].weight.dequantize()
     try:
         sharded = shard(model, mode, mesh)
         results = [sharded(x) for _ in range(3)]
     except UnsupportedOperationError as error:
         return {"refused": str(error)}
-    local = model[0].weight.to_local()
+    local, full = model[0].weight.to_local(), model[0].weight.full_tensor()
     return {
         "error": max(float((r - expected).norm() / expected.norm()) for r in results),
         "dtype": str(results[0].dtype),
         "rows": local.shape[0],
         "compressed": isinstance(local, CompressedTensor),
+        "gathered": torch.equal(full, dense),
     }
 
 
