@@ -279,6 +279,9 @@ def test_changes_in_place_raise(compress):
     for change in (
         lambda: weight.add_(1),
         lambda: weight.zero_(),
+        lambda: weight.clip_(0),
+        lambda: weight.fill_diagonal_(0),
+        lambda: weight.t_(),
         lambda: nn.init.normal_(weight),
         lambda: torch.mul(weight, 2, out=weight),
         lambda: weight.__setitem__(5, 0.0),
@@ -286,8 +289,9 @@ def test_changes_in_place_raise(compress):
         lambda: weight.__setitem__(slice(2), torch.zeros(2, 64)),
         lambda: weight[:, :32].copy_(weight[:, 32:]),
     ):
-        with pytest.raises(UnsupportedOperationError):
-            change()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), pytest.raises(UnsupportedOperationError):
+                change()
     assert torch.equal(weight, before)
 
 

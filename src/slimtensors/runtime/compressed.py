@@ -314,8 +314,11 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # In inference mode torch does not decompose operators that consist of others.
-    handler = _OPERATIONS.get(func) or getattr(func, "decompose", None)
+    handler = _OPERATIONS.get(func)
+    if handler is None:
+        _check_writes(func, args, kwargs)
+        # In inference mode torch does not decompose operators that consist of others.
+        handler = getattr(func, "decompose", None)
     result = NotImplemented if handler is None else handler(*args, **kwargs)
     return _compute_dense(func, args, kwargs) if result is NotImplemented else result
 
@@ -339,35 +342,41 @@ _reported: set[tuple[str, type]] = set()
 """Operators and classes for which dense computation has been reported."""
 
 
+def report_dense(operator: str, kind: type) -> None:
+    """Log that an operator runs on a dense copy, once per operator and class."""
+    if (operator, kind) not in _reported:
+        _reported.add((operator, kind))
+        _LOG.warning("%s: computed on a dense copy of %s (reported once)", operator, kind.__name__)
+
+
 def _compute_dense(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on dequantized tensors, and report it once per operator and class."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, CompressedTensor)]
-    kind = type(tensors[0])
-    if _writes_to_compressed(func, args, kwargs):
-        raise UnsupportedOperationError(
-            f"{func} is not supported by {kind.__name__}, which cannot be changed in place;"
-            " call dequantize() for a dense tensor"
-        )
-    if (str(func), kind) not in _reported:
-        _reported.add((str(func), kind))
-        _LOG.warning("%s: computed on a dense copy of %s (reported once)", func, kind.__name__)
+    """Run an operator on dequantized tensors."""
+    report_dense(str(func), type(_list_compressed((args, kwargs))[0]))
     args, kwargs = tree_map_only(CompressedTensor, CompressedTensor.dequantize, (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _writes_to_compressed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if an operator changes a compressed argument, or if that is not known."""
+def _check_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedOperationError` if an operator writes to a compressed tensor."""
     schema = getattr(func, "_schema", None)
-    if schema is None or func.namespace == "c10d":  # whose schemas do not declare what they change
-        return True
-    values = zip(schema.arguments, args, strict=False)
-    named = [(argument, kwargs.get(argument.name)) for argument in schema.arguments[len(args) :]]
-    return any(
-        argument.alias_info is not None
-        and argument.alias_info.is_write
-        and any(isinstance(x, CompressedTensor) for x in tree_leaves(value))
-        for argument, value in [*values, *named]
-    )
+    if schema is None or func.namespace == "c10d":  # which do not declare what they write to
+        written: list[Any] = [args, kwargs]
+    else:
+        values = [*args, *(kwargs.get(x.name) for x in schema.arguments[len(args) :])]
+        written = [
+            value
+            for argument, value in zip(schema.arguments, values, strict=True)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    for x in _list_compressed(written):
+        raise UnsupportedOperationError(
+            f"{func} is not supported by {type(x).__name__}, which cannot be changed in place;"
+            " call dequantize() for a dense tensor"
+        )
+
+
+def _list_compressed(tree: Any) -> list[CompressedTensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, CompressedTensor)]
 
 
 _ORIGIN = object()
@@ -394,11 +403,14 @@ _SAVE_PROTOCOL = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PICKLED_DTYPES = {
     *_INTEGERS.values(),
+    torch.bool,
     torch.int8,
     torch.bfloat16,
     torch.float16,
     torch.float32,
     torch.float64,
+    torch.complex64,
+    torch.complex128,
 }
 """Dtypes of tensors that torch restores from plain pickles."""
 

@@ -321,7 +321,7 @@ def _list_specs(leaves: Mapping[str, Tensor]) -> dict[str, Spec]:
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
     """Write rows whose memory can be written to: those of quantized weights."""
     if not isinstance(x, CompressedTensor):
-        x[index] = value.dequantize()
+        x[index] = _to_dense(value)
         return
     target = x[index]
     if not isinstance(target, CompressedTensor):
@@ -329,6 +329,15 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
             f"items of a {type(x).__name__} cannot be set; call dequantize() for a dense tensor"
         )
     target.copy_(value)
+
+
+@implements(Tensor.fill_diagonal_)
+def _fill_diagonal(x: CompressedTensor, value: float, wrap: bool = False) -> None:
+    """Refuse it; torch would write to a view."""
+    raise UnsupportedOperationError(
+        f"fill_diagonal_ is not supported by {type(x).__name__}, which cannot be changed in place;"
+        " call dequantize() for a dense tensor"
+    )
 
 
 @implements(Tensor.data.__set__)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.errors import CorruptFileError
-from slimtensors.runtime.compressed import CompressedTensor, Config
+from slimtensors.runtime.compressed import CompressedTensor, Config, report_dense
 from slimtensors.tensor import Json, Spec
 
 
@@ -53,7 +53,8 @@ class ViewTensor(CompressedTensor):
         if x.dim() != 2:
             return None
         spec = Spec(x.dtype, (x.shape[1], x.shape[0]))
-        return cls({"base": x.alias()}, ViewConfig(transposed=True), spec)
+        base = x.alias() if x.is_traced() else x  # which has found its kernels already
+        return cls({"base": base}, ViewConfig(transposed=True), spec)
 
     @classmethod
     def reshape_tensor(cls, x: CompressedTensor, shape: tuple[int, ...]) -> CompressedTensor | None:
@@ -91,6 +92,12 @@ class ViewTensor(CompressedTensor):
         """Return the view of the base as `dtype`."""
         spec = Spec(dtype, tuple(self.shape))
         return type(self)({"base": self.base.cast(dtype)}, self.config, spec)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply by the dense tensor: kernels support only the base."""
+        if not torch.compiler.is_compiling():
+            report_dense("F.linear", type(self))
+        return super().linear(x, bias)
 
     def slice_rows(self, rows: slice) -> CompressedTensor | None:
         """Return rows of a transposed matrix: columns of the base."""
