@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slimtensors.errors import UnsupportedOperationError
-from slimtensors.runtime import CompressedTensor, compressed
+from slimtensors.runtime import CompressedTensor, dispatch
 
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 X3 = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(2)).bfloat16().transpose(0, 1)
@@ -93,6 +93,7 @@ OPERATORS = {
     "addmm(b, x, w.t())": (lambda w: torch.addmm(BIAS, X, w.t(), beta=2), "ddddddddd"),
     "w @ x, w.mv(x)": (lambda w: (w @ X.t(), w.mv(X[0])), "ddddddddd"),
     "x @ w, w.t() @ x": (lambda w: (X @ w, w.t() @ X.t()), "wwwwwwwww"),
+    "F.linear(w, x)": (lambda w: functional.linear(w, X), "wwwwwwwww"),
     "F.linear(x, w.t())": (lambda w: functional.linear(X, w.t()), "wwwwwwwww"),
     "F.embedding": (lambda w: functional.embedding(IDS % 64, w), "ddddddddd"),
     "w + 1, w.sum(), abs, …": (lambda w: (w + 1, w.sum(), w.abs()), "wwwwwwwww"),
@@ -136,7 +137,7 @@ def check_equal(found, expected, tolerance):
 
 @pytest.fixture(autouse=True)
 def report_all(monkeypatch, caplog):
-    monkeypatch.setattr(compressed, "_reported", set())
+    monkeypatch.setattr(dispatch, "_reported", set())
     caplog.set_level(logging.WARNING, "slimtensors")
 
 

@@ -1,6 +1,6 @@
 """Tensor subclasses that stay compressed while a model runs, and their kernels."""
 
-from slimtensors.runtime import operations  # noqa: F401  # registers them
+from slimtensors.runtime import operations, products  # noqa: F401  # registers them
 from slimtensors.runtime.coded import CodedTensor, coded_weight, decode_ahead
 from slimtensors.runtime.compressed import CompressedTensor, rebuild, rebuild_pickled
 from slimtensors.runtime.configs import (

@@ -6,16 +6,13 @@ which does not depend on the machine.
 """
 
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slimtensors._moved import Renamed
 from slimtensors.errors import (
@@ -25,9 +22,8 @@ from slimtensors.errors import (
     UnsupportedVersionError,
     report_malformed,
 )
+from slimtensors.runtime.dispatch import DispatchedTensor
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, memory_extent
-
-_LOG = logging.getLogger(__name__)
 
 VERSION = 1
 """Version of the form, which is also inside files of `torch.save`."""
@@ -52,7 +48,7 @@ class NoConfig:
         return {}
 
 
-class CompressedTensor(Tensor):
+class CompressedTensor(DispatchedTensor):
     """A tensor stored as compressed parts. It has no gradient: `requires_grad` stays False."""
 
     kind: ClassVar[str]
@@ -277,106 +273,6 @@ class CompressedTensor(Tensor):
         config, dtype = json.loads(context)
         spec = Spec(getattr(torch, dtype.removeprefix("torch.")), tuple(size))
         return cls(parts, cls.parse_config(config), spec)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        run = _FUNCTIONS.get(func, func)
-        with torch._C.DisableTorchFunctionSubclass():
-            return run(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        is_view = getattr(func, "is_view", False)
-        if is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            # torch requires that a tensor and its views agree.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                return _run(func, args, kwargs or {})
-        return _run(func, args, kwargs or {})
-
-
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Implementations of torch functions, which are called before torch selects an operator."""
-
-_OPERATIONS: dict[Any, Callable[..., Any]] = {}
-"""Implementations of operators; they return NotImplemented if only a dense result is possible."""
-
-
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    handler = _OPERATIONS.get(func)
-    if handler is None:
-        _check_writes(func, args, kwargs)
-        # In inference mode torch does not decompose operators that consist of others.
-        handler = getattr(func, "decompose", None)
-    result = NotImplemented if handler is None else handler(*args, **kwargs)
-    return _compute_dense(func, args, kwargs) if result is NotImplemented else result
-
-
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
-
-
-def implements(*targets: Any) -> Callable[[_Handler], _Handler]:
-    """Register the decorated function for operators (`torch.ops.aten…`) or torch functions."""
-
-    def register(handler: _Handler) -> _Handler:
-        for target in targets:
-            table = _OPERATIONS if isinstance(target, OpOverload) else _FUNCTIONS
-            table[target] = handler
-        return handler
-
-    return register
-
-
-_reported: set[tuple[str, type]] = set()
-"""Operators and classes for which dense computation has been reported."""
-
-
-def report_dense(operator: str, kind: type) -> None:
-    """Log that an operator runs on a dense copy, once per operator and class."""
-    if (operator, kind) not in _reported:
-        _reported.add((operator, kind))
-        _LOG.warning("%s: computed on a dense copy of %s (reported once)", operator, kind.__name__)
-
-
-def _compute_dense(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on dequantized tensors."""
-    report_dense(str(func), type(_list_compressed((args, kwargs))[0]))
-    args, kwargs = tree_map_only(CompressedTensor, CompressedTensor.dequantize, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _check_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedOperationError` if an operator writes to a compressed tensor."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or func.namespace == "c10d":  # which do not declare what they write to
-        written: list[Any] = [args, kwargs]
-    else:
-        values = [*args, *(kwargs.get(x.name) for x in schema.arguments[len(args) :])]
-        written = [
-            value
-            for argument, value in zip(schema.arguments, values, strict=True)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    for x in _list_compressed(written):
-        raise UnsupportedOperationError(
-            f"{func} is not supported by {type(x).__name__}, which cannot be changed in place;"
-            " call dequantize() for a dense tensor"
-        )
-
-
-def _list_compressed(tree: Any) -> list[CompressedTensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, CompressedTensor)]
 
 
 _ORIGIN = object()

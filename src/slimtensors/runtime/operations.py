@@ -1,6 +1,6 @@
-"""Operators on compressed tensors: products, rows and columns, copies, views, factories.
+"""Operators on compressed tensors: rows and columns, views, copies, comparisons, factories.
 
-An operator that is not implemented here, or that returns NotImplemented, runs on dense copies.
+An operator that is not implemented, or that returns `DENSE`, runs on dense copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,108 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slimtensors.errors import ConfigError, UnsupportedOperationError
-from slimtensors.runtime.compressed import (
-    CompressedTensor,
-    implements,
-    parse_traced_spec,
-    rebuild_traced,
-)
+from slimtensors.runtime.compressed import CompressedTensor, parse_traced_spec, rebuild_traced
+from slimtensors.runtime.dispatch import DENSE, implements, to_dense
 from slimtensors.runtime.views import ViewTensor
 from slimtensors.tensor import KERNEL_FLOATS, Spec, bitwise_equal
 
 _aten = torch.ops.aten
-_DENSE: Any = NotImplemented
-"""Result of a handler that leaves the operator to dense copies."""
-
-
-# Products
-
-
-@implements(functional.linear, _aten.linear.default)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Implement `F.linear` for a compressed weight."""
-    if not isinstance(weight, CompressedTensor):
-        raise UnsupportedOperationError(
-            "F.linear supports compressed weights, not compressed inputs or biases"
-        )
-    if x.shape[-1:] != weight.shape[1:]:
-        raise ConfigError(
-            f"input of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}"
-        )
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight if weight.dtype is dtype else weight.cast(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    if x.dtype is not weight.dtype:
-        raise ConfigError(
-            f"input is {x.dtype}, but the weight is {weight.dtype}; convert one: weight.to(x.dtype)"
-        )
-    if weight.is_traced():
-        out: Tensor = _linear_op(x, *weight.traced_arguments())
-        return out if bias is None else out + bias
-    if torch.is_grad_enabled() and x.requires_grad:
-        return functional.linear(x, weight.dequantize(), bias)
-    return weight.linear(x, bias)
-
-
-def _find_transposed_base(x: Tensor) -> CompressedTensor | None:
-    """Return the matrix of which `x` is the transposed one, or None."""
-    return x.base if isinstance(x, ViewTensor) and x.config.transposed else None
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply on codes if one factor is a weight as `F.linear` uses it: `w @ x`, `x @ w.t()`."""
-    base = _find_transposed_base(b)
-    if base is not None and not isinstance(a, CompressedTensor) and a.dim():
-        return linear(a, base)
-    is_weight = isinstance(a, CompressedTensor) and not isinstance(a, ViewTensor) and a.dim() == 2
-    if is_weight and not isinstance(b, CompressedTensor) and b.dim() in (1, 2):
-        return linear(b, a) if b.dim() == 1 else linear(b.t(), a).t()
-    return _DENSE  # type: ignore[no-any-return]
-
-
-@implements(torch.matmul, Tensor.matmul, Tensor.__matmul__)
-@implements(torch.mm, Tensor.mm, torch.mv, Tensor.mv)
-def _matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    product = _multiply(a, b) if out is None else _DENSE
-    return torch.matmul(a, b, out=out) if product is _DENSE else product
-
-
-@implements(torch.addmm, Tensor.addmm)
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    out = _add_product(bias, a, b, beta=beta, alpha=alpha)
-    return torch.addmm(bias, a, b, beta=beta, alpha=alpha) if out is _DENSE else out
-
-
-implements(_aten.mm.default, _aten.mv.default)(_multiply)
-
-
-@implements(_aten.addmm.default)
-def _add_product(
-    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Tensor:
-    if isinstance(bias, CompressedTensor):
-        return _DENSE  # type: ignore[no-any-return]
-    out = _multiply(a, b)
-    return out if out is _DENSE else beta * bias + alpha * out
-
-
-@torch.library.custom_op("slimtensors::linear", mutates_args=())
-def _linear_op(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    """Represent all kernels as one operator for compilers."""
-    return rebuild_traced(form, leaves).linear(x, None).contiguous()  # as compilers expect
-
-
-@_linear_op.register_fake
-def _(x: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], parse_traced_spec(form).shape[0]))
-
-
-# Rows, columns and views
 
 
 @implements(_aten.embedding.default)
@@ -146,7 +52,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     is_matrix = isinstance(x, CompressedTensor) and x.dim() == 2
     index = indices[0] if len(indices) == 1 else None
     if not is_matrix or index is None or index.dtype not in (torch.int64, torch.int32):
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     assert isinstance(x, CompressedTensor)
     return _embedding(x, torch.where(index < 0, index + x.shape[0], index))
 
@@ -167,7 +73,7 @@ def _slice(
     else:
         out = None
     if out is None:
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     out.is_copy = not _share_memory(x, out)
     return out
 
@@ -197,7 +103,7 @@ def _split_with_sizes(x: CompressedTensor, sizes: Sequence[int], dim: int = 0) -
 @implements(_aten.select.int)
 def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
     if dim % x.dim():
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     return x.take_row(index)
 
 
@@ -211,18 +117,18 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = next(x for x in tensors if isinstance(x, CompressedTensor))
     kinds = {(type(x), x.dtype, x.device, x.dim()) for x in tensors}
     if len(kinds) > 1 or first.dim() != 2:
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     dim %= 2
     if len({x.shape[1 - dim] for x in tensors}) > 1:
-        return _DENSE  # type: ignore[no-any-return]  # to raise the usual error
+        return DENSE  # type: ignore[no-any-return]  # to raise the usual error
     out = type(first).concatenate(tensors, dim)  # type: ignore[arg-type]
-    return _DENSE if out is None else out
+    return DENSE if out is None else out
 
 
 @implements(_aten.t.default)
 def _transpose(x: CompressedTensor) -> Tensor:
     out = ViewTensor.transpose_matrix(x)
-    return _DENSE if out is None else out
+    return DENSE if out is None else out
 
 
 @implements(_aten.transpose.int)
@@ -242,7 +148,7 @@ def _permute(x: CompressedTensor, dims: Sequence[int]) -> Tensor:
 def _view(x: CompressedTensor, size: Sequence[int]) -> Tensor:
     shape = torch.empty(x.shape, device="meta").reshape(list(size)).shape
     out = ViewTensor.reshape_tensor(x, tuple(shape))
-    return _DENSE if out is None else out
+    return DENSE if out is None else out
 
 
 @implements(_aten.as_strided.default)
@@ -253,10 +159,7 @@ def _as_strided(
     storage_offset: int | None = None,
 ) -> Tensor:
     same = tuple(size) == tuple(x.shape) and tuple(stride) == x.stride()
-    return x.alias() if same and not storage_offset else _DENSE
-
-
-# Copies, conversions and comparisons
+    return x.alias() if same and not storage_offset else DENSE
 
 
 @implements(_aten.detach.default, _aten.alias.default)
@@ -267,7 +170,7 @@ def _alias(x: CompressedTensor) -> Tensor:
 @implements(_aten.clone.default)
 def _clone(x: CompressedTensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
     if memory_format is torch.contiguous_format and not x.is_contiguous():
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     return x.map_leaves(torch.clone)
 
 
@@ -281,7 +184,7 @@ def _to_copy(
     **layout: object,
 ) -> Tensor:
     if dtype not in (None, x.dtype, *KERNEL_FLOATS, torch.float64):
-        return _DENSE  # type: ignore[no-any-return]
+        return DENSE  # type: ignore[no-any-return]
     out = x.cast(dtype or x.dtype)
     return out.map_leaves(lambda part: part.to(device=device, non_blocking=non_blocking, copy=True))
 
@@ -321,7 +224,7 @@ def _list_specs(leaves: Mapping[str, Tensor]) -> dict[str, Spec]:
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
     """Write rows whose memory can be written to: those of quantized weights."""
     if not isinstance(x, CompressedTensor):
-        x[index] = _to_dense(value)
+        x[index] = to_dense(value)
         return
     target = x[index]
     if not isinstance(target, CompressedTensor):
@@ -360,16 +263,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
         pairs = zip(a.leaves(), b.leaves(), strict=True)
         if all(Spec.of(x) == Spec.of(y) and bitwise_equal(x, y) for (_, x), (_, y) in pairs):
             return True
-    return torch.equal(_to_dense(a), _to_dense(b))
+    return torch.equal(to_dense(a), to_dense(b))
 
 
 @implements(torch.allclose, Tensor.allclose)
 def _allclose(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return torch.allclose(_to_dense(a), _to_dense(b), *args, **kwargs)
-
-
-def _to_dense(x: Tensor) -> Tensor:
-    return x.dequantize() if isinstance(x, CompressedTensor) else x
+    return torch.allclose(to_dense(a), to_dense(b), *args, **kwargs)
 
 
 @implements(_aten.dequantize.self)
@@ -391,9 +290,6 @@ def _keep_gradients_off(x: Tensor, requires_grad: bool = True) -> Tensor:
 @implements(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def _ignore_requires_grad(x: Tensor, requires_grad: bool) -> None:
     pass
-
-
-# Memory
 
 
 @implements(Tensor.share_memory_)
@@ -418,10 +314,8 @@ def _pin_memory(x: CompressedTensor, device: torch.device | None = None) -> Tens
     return x.map_leaves(torch.Tensor.pin_memory)
 
 
-# Factories: dense tensors, as nothing is known about their values
-
-
 def _make_like(operator: Any, x: CompressedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a dense tensor: nothing is known about its values."""
     like = torch.empty(x.shape, dtype=x.dtype, device="meta")
     out: Tensor = operator(like, *args, **{**kwargs, "device": kwargs.get("device") or x.device})
     return out
