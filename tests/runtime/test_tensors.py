@@ -243,6 +243,17 @@ def test_matrices_of_a_stack_can_be_taken(args):
         assert close(functional.linear(x, expert), functional.linear(x, dense[i]), 0.02)
 
 
+@pytest.mark.parametrize("args", STACKS.values(), ids=STACKS)
+def test_shards_of_a_stack_can_be_written(args):
+    """FSDP2 makes zeros of the shape of a shard and copies it."""
+    experts = torch.stack([matrix(keep=1, seed=seed) * (seed + 1) for seed in range(4)])
+    compressed = QuantizedTensor.quantize(experts, QuantizedConfig(args))
+    shard = compressed.new_zeros(2, 48, 64)
+    shard.narrow(0, 0, 2).copy_(compressed.chunk(2)[1])
+    shard.check()
+    assert same_bits(shard.dequantize(), compressed.dequantize()[2:].clone())
+
+
 @each_kind
 @each_dtype
 def test_cast_to_another_dtype_rounds_the_values(compress, dtype):

@@ -174,8 +174,8 @@ class CompressedTensor(DispatchedTensor):
     def make_zero_rows(self, count: int) -> Self:
         """Return `count` rows of zeros, compressed, into which FSDP2 copies a shard."""
         raise UnsupportedOperationError(
-            f"FSDP2 cannot shard {self.describe()} weights, whose shards differ in size;"
-            " dequantize() them before fully_shard (torch.zeros makes a dense tensor of zeros)"
+            f"FSDP2 cannot shard {self.describe()} weights; dequantize() them before fully_shard"
+            " (to make a dense tensor of zeros, call torch.zeros)"
         )
 
     def take_row(self, index: int) -> Tensor:

@@ -341,10 +341,7 @@ for _operator in (
 @implements(_aten.new_zeros.default)
 def _new_zeros(x: CompressedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Return compressed rows, which FSDP2 needs, or a dense tensor of another shape."""
-    if len(size) == 2 and tuple(size[1:]) == tuple(x.shape[1:]) and not _is_set(kwargs):
+    is_plain = not any(kwargs.values())
+    if x.dim() > 1 and len(size) == x.dim() and tuple(size[1:]) == x.shape[1:] and is_plain:
         return x.make_zero_rows(size[0])
     return _make_like(_aten.new_zeros.default, x, size, **kwargs)
-
-
-def _is_set(kwargs: Mapping[str, Any]) -> bool:
-    return any(value is not None and value is not False for value in kwargs.values())

@@ -297,20 +297,22 @@ class QuantizedTensor(CompressedTensor):
 
     def make_zero_rows(self, count: int) -> Self:
         """Return a tensor like this one with `count` rows of zeros."""
-        if self.dim() != 2 or not self._is_divisible() or isinstance(self.codes, SparseTensor):
+        if not self._is_divisible() or isinstance(self.codes, SparseTensor):
             return super().make_zero_rows(count)
         by_row = self._list_row_parts()
         parts = {
             name: part.new_zeros((count, *part.shape[1:])) if name in by_row else part
             for name, part in self.parts().items()
         }
-        return type(self)(parts, self.config, Spec(self.dtype, (count, self.shape[1])))
+        return type(self)(parts, self.config, Spec(self.dtype, (count, *self.shape[1:])))
 
     def _list_row_parts(self) -> list[str]:
-        """Return the names of parts with an item per row; all rows share the others."""
+        """Return the names of parts with an item per row, or per matrix of a stack."""
         by_row = ["codes"]
-        if self.config.args.strategy in _BY_ROW:
+        if self.dim() == 3 or self.config.args.strategy in _BY_ROW:
             by_row += ["scale", "zero_point"]
+        if self.global_scale is not None and self.global_scale.numel() > 1:
+            by_row.append("global_scale")
         return [name for name in by_row if getattr(self, name) is not None]
 
     def fsdp_pre_all_gather(
@@ -321,7 +323,7 @@ class QuantizedTensor(CompressedTensor):
         module: Any,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Json]:
-        """Return the parts of a shard that FSDP2 gathers, and the others."""
+        """Return the parts of a shard that FSDP2 gathers, with their names and the whole shape."""
         if outer_size[0] % mesh.size():
             raise UnsupportedOperationError(
                 f"FSDP2 needs the same number of rows on each rank for {self.describe()} weights:"
