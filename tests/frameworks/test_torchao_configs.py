@@ -133,6 +133,8 @@ REFUSED = [
         "int4_choose_qparams_algorithm",
     ),
     (lambda m: m.Int4WeightOnlyConfig(int4_packing_format="marlin_sparse"), "int4_packing_format"),
+    (lambda m: m.Int8WeightOnlyConfig(32, granularity=m.PerTensor()), "granularity=PerTensor"),
+    (lambda m: m.int4_weight_only(group_size=0), "group_size"),
     (lambda m: m.Int8WeightOnlyConfig(granularity=m.PerAxis(1)), "granularity=PerAxis"),
     (lambda m: m.Int8WeightOnlyConfig(granularity=m.PerRow(0)), "granularity=PerRow"),
     (

@@ -136,7 +136,11 @@ class Int8WeightOnlyConfig(WeightConfig):
 
     def find_args(self) -> QuantizedConfig:
         """Return the quantization arguments."""
-        granularity = self.granularity if self.group_size is None else PerGroup(self.group_size)
+        granularity = self.granularity
+        if self.group_size is not None:
+            if type(granularity).__name__ != "PerRow":
+                _refuse("granularity", granularity, "either granularity or group_size")
+            granularity = PerGroup(self.group_size)
         return QuantizedConfig(_parse_weight_args(8, "granularity", granularity))
 
 
@@ -147,7 +151,7 @@ class Int4WeightOnlyConfig(WeightConfig):
     quantize_(model, int4_weight_only(group_size=64))
     """
 
-    group_size: int = 128
+    group_size: int | None = 128
     _: KW_ONLY
     symmetric: bool = False
     layout: Any = None
@@ -170,9 +174,8 @@ class Int4WeightOnlyConfig(WeightConfig):
         _check_choice("int4_packing_format", self.int4_packing_format, _INT4_FORMATS)
         algorithm = self.int4_choose_qparams_algorithm
         _check_choice("int4_choose_qparams_algorithm", algorithm, ("tinygemm",))
-        return QuantizedConfig(
-            QuantizationArgs(4, symmetric=self.symmetric, group_size=self.group_size or -1)
-        )
+        size = -1 if self.group_size is None else self.group_size
+        return QuantizedConfig(QuantizationArgs(4, symmetric=self.symmetric, group_size=size))
 
 
 @dataclass(frozen=True)
