@@ -35,7 +35,7 @@ def test_older_spellings_are_accepted():
     assert QuantizationArgs(actorder=True, group_size=8).actorder is ActivationOrdering.GROUP
     assert QuantizationArgs(actorder=False).actorder is None
     block = QuantizationArgs(strategy="block", block_structure="128x64").block_structure
-    assert block == (128, 64)
+    assert block == [128, 64]
     assert QuantizationArgs.from_dict({"scale_dtype": "torch.uint8"}).scale_dtype is torch.uint8
 
 
@@ -46,16 +46,17 @@ def test_older_spellings_are_accepted():
         {"num_bits": 0},
         {"num_bits": 3, "type": "float"},
         {"type": "complex"},
-        {"type": "float", "symmetric": False},
+        {"type": "float", "num_bits": 4, "group_size": 16, "symmetric": False},
         {"strategy": "group"},
-        {"strategy": "channel", "group_size": 16},
+        {"strategy": "block", "block_structure": [1, 2], "group_size": 16},
         {"group_size": 0},
         {"group_size": -2},
         {"strategy": "block"},
         {"block_structure": [1, 2]},
         {"strategy": "block", "block_structure": [0, 2]},
         {"strategy": "block", "block_structure": "axb"},
-        {"strategy": "token"},
+        {"strategy": "attn_head", "dynamic": True},
+        {"group_size": 2.5},
         {"dynamic": "yes"},
         {"dynamic": "local"},
         {"actorder": "sideways"},

@@ -77,10 +77,10 @@ def test_targets_of_experts_match_their_names_in_checkpoints():
     compressor = ModelCompressor(settings)
     state = compressor.compress(model)
     written = QuantizationConfig.from_dict(model.config.quantization_config)
-    assert written.config_groups["g"].targets == (
+    assert written.config_groups["g"].targets == [
         r"re:model\.layers\.0\.block_sparse_moe\.experts\..*",
         r"re:model\.layers\.1\.block_sparse_moe\.experts\..*",
-    )
+    ]
     dense = ModelCompressor(written).decompress(state)
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in dense
 

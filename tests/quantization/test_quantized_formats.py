@@ -23,6 +23,7 @@ BY_CHANNEL = {"strategy": "channel"}
 BY_GROUP = {"strategy": "group", "group_size": 32}
 BY_BLOCK = {"strategy": "block", "block_structure": [16, 32]}
 FP8 = {"num_bits": 8, "type": "float"}
+FP6 = {"num_bits": 6, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float"}
 NVFP4 = {
     **FP4,
@@ -43,12 +44,15 @@ INTS = [
     for shared in (BY_TENSOR, BY_CHANNEL, BY_GROUP, BY_BLOCK)
 ]
 FLOATS = [
-    ("float-quantized", {**FP8, **shared}) for shared in (BY_TENSOR, BY_CHANNEL, BY_GROUP, BY_BLOCK)
+    ("float-quantized", {**FP8, "symmetric": symmetric, **shared})
+    for symmetric in (True, False)
+    for shared in (BY_TENSOR, BY_CHANNEL, BY_GROUP, BY_BLOCK)
 ]
 SMALL = [
     ("naive-quantized", {**FP8, **BY_CHANNEL}),
     ("nvfp4-pack-quantized", NVFP4),
     ("mxfp4-pack-quantized", {**FP4, "group_size": 32, "scale_dtype": torch.uint8}),
+    ("mxfp6-pack-quantized", {**FP6, "group_size": 32, "scale_dtype": torch.uint8}),
     ("mxfp8-quantized", {**FP8, "group_size": 32, "scale_dtype": torch.uint8}),
 ]
 CASES = [*PACKED, *INTS, *FLOATS, *SMALL]
@@ -189,7 +193,7 @@ def test_invalid_number_of_words_raises():
         ("int-quantized", BY_GROUP, {"weight_scale": None}, "weight_scale is missing"),
         ("nvfp4-pack-quantized", NVFP4, {"weight_global_scale": torch.ones(7)}, "global"),
         ("nvfp4-pack-quantized", NVFP4, {"weight_packed": torch.ones(12)}, "rows of bytes"),
-        ("mxfp8-quantized", SMALL[3][1], {"weight_scale": torch.ones(12, 3)}, "exponents"),
+        ("mxfp8-quantized", SMALL[4][1], {"weight_scale": torch.ones(12, 3)}, "exponents"),
     ],
 )
 def test_mismatched_parts_raise(name, options, change, message):
@@ -231,5 +235,5 @@ def test_formats_raise_on_unsupported_arguments(name, options):
 def test_unknown_format_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'pack-quantized'"):
         formats.find("packed-quantized")
-    with pytest.raises(ConfigError, match="groups of 16"):
+    with pytest.raises(ConfigError, match="no format stores floats of 4 bits"):
         formats.infer(Scheme(QuantizationArgs(**FP4, group_size=64), None))

@@ -268,8 +268,10 @@ def test_steps_in_the_wrong_order_raise():
         with pytest.raises(StatusError, match=f"quantization_status {status}"):
             apply_quantization_config(mlp(), config(weights=CHANNEL, status=status))
     frozen = config(input_activations=STATIC, status=QuantizationStatus.FROZEN)
-    with pytest.raises(StatusError, match="need data"):
-        apply_quantization_config(mlp(), frozen)
+    report = apply_quantization_config(model := mlp(), frozen)
+    assert "not set" in report.notes[-1]
+    with pytest.raises(StatusError, match="0: input_scale is not set"):
+        model(X)
 
 
 def test_a_config_may_be_applied_again_before_calibration():
@@ -309,7 +311,7 @@ def test_compressor_raises_on_mismatch():
         ModelCompressor()
     model = mlp()
     calibrate(model, config(weights=CHANNEL))
-    other = QuantizationConfig({"other": QuantizationScheme(["Linear"], weights=CHANNEL)})
+    other = QuantizationConfig({"other": QuantizationScheme(["Linear"], weights=STATIC)})
     with pytest.raises(MismatchError, match="another config"):
         ModelCompressor(other).compress(model)
     state = ModelCompressor(config(weights=CHANNEL)).compress(model)

@@ -86,11 +86,11 @@ def test_mixed_precision_gives_the_same_outputs_in_transformers(tmp_path):
     save(model, config, tmp_path)
     stored = ModelCompressor.from_pretrained(tmp_path)
     assert stored.quantization_config.format == "mixed-precision"
-    assert stored.quantization_config.config_groups["a"].targets == (
+    assert stored.quantization_config.config_groups["a"].targets == [
         "model.layers.0.mlp.down_proj",
         "model.layers.0.mlp.up_proj",
         "model.layers.1.mlp.down_proj",
-    )
+    ]
     assert torch.equal(logits(loaded_by_them("llama", tmp_path)), want)
     again = make("llama")
     stored.restore(again, tmp_path)

@@ -34,6 +34,7 @@ from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.weights import FolderOptions, Weights
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import (
+    QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStatus,
@@ -199,7 +200,9 @@ class _QuantizedFolder:
                 return codec.encoded(codes, params, self.dtype, then={"q": Plan(Huffman())})
 
         return TensorSource(
-            join_name(layer, "weight"), Spec(self.dtype, self._shape_of(layer, suffixes)), read
+            join_name(layer, "weight"),
+            Spec(self.dtype, self._shape_of(layer, suffixes, args)),
+            read,
         )
 
     @contextmanager
@@ -210,11 +213,13 @@ class _QuantizedFolder:
         except SlimError as error:
             raise type(error)(f"{self.archive.path}: {layer}: {error}") from error
 
-    def _shape_of(self, layer: str, suffixes: Sequence[str]) -> tuple[int, ...]:
+    def _shape_of(
+        self, layer: str, suffixes: Sequence[str], args: QuantizationArgs
+    ) -> tuple[int, ...]:
         names = {suffix: join_name(layer, suffix) for suffix in suffixes}
         specs = {suffix: self.archive.spec(name) for suffix, name in names.items()}
         return find_dense_shape(
-            specs, lambda: self.archive.load_one(names["weight_shape"], serially)
+            specs, args, lambda: self.archive.load_one(names["weight_shape"], serially)
         )
 
 

@@ -166,7 +166,7 @@ def _freeze(model: nn.Module, config: QuantizationConfig, batches: Sequence[Batc
     if config.needs_data:
         for module in model.modules():
             if (state := get_quantization(module)) is not None:
-                state.start_calibration()
+                state.start_calibration(module)
         for batch in batches:
             run_model(model, batch)
     model.apply(freeze_module_quantization)

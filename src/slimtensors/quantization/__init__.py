@@ -12,26 +12,58 @@ from typing import TYPE_CHECKING, Any
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import (
     ActivationOrdering,
+    DynamicType,
     QuantizationArgs,
     QuantizationStrategy,
     QuantizationType,
 )
 from slimtensors.quantization.codec import Quantized
-from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.scheme import QuantizationScheme
+from slimtensors.quantization.config import (
+    DEFAULT_QUANTIZATION_FORMAT,
+    DEFAULT_QUANTIZATION_METHOD,
+    LIFECYCLE_ORDER,
+    QuantizationConfig,
+    QuantizationStatus,
+)
+from slimtensors.quantization.formats import CompressionFormat
+from slimtensors.quantization.forward import (
+    calculate_qparams,
+    calculate_range,
+    dequantize,
+    fake_quantize,
+    quantize,
+)
+from slimtensors.quantization.scheme import (
+    QuantizationScheme,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
 
 if TYPE_CHECKING:
     from slimtensors.layerwise.quantize import quantize_model
     from slimtensors.quantization.apply import (
         apply_quantization_config,
+        apply_quantization_status,
         compress_quantized_weights,
         decompress_quantized_weights,
+        disable_quantization,
+        enable_quantization,
         freeze_module_quantization,
+        is_model_quantized,
+        is_module_quantized,
+        set_module_for_calibration,
     )
+    from slimtensors.quantization.layers import is_cached_attention_module
     from slimtensors.quantization.state import Report
+    from slimtensors.quantization.state_dict import load_pretrained_quantization_parameters
 
 __all__ = [
+    "DEFAULT_QUANTIZATION_FORMAT",
+    "DEFAULT_QUANTIZATION_METHOD",
+    "LIFECYCLE_ORDER",
     "ActivationOrdering",
+    "CompressionFormat",
+    "DynamicType",
     "Params",
     "QuantizationArgs",
     "QuantizationConfig",
@@ -42,19 +74,34 @@ __all__ = [
     "Quantized",
     "Report",
     "apply_quantization_config",
+    "apply_quantization_status",
+    "calculate_qparams",
+    "calculate_range",
     "coded_weight",
     "compress_quantized_weights",
     "decode_ahead",
     "decompress_quantized_weights",
+    "dequantize",
     "dequantize_",
+    "disable_quantization",
+    "enable_quantization",
+    "fake_quantize",
     "float8_weight_only",
     "freeze_module_quantization",
     "get_model_size_in_bytes",
     "int4_weight_only",
     "int8_dynamic_activation_int8_weight",
     "int8_weight_only",
+    "is_cached_attention_module",
+    "is_model_quantized",
+    "is_module_quantized",
+    "is_preset_scheme",
+    "load_pretrained_quantization_parameters",
+    "preset_name_to_scheme",
+    "quantize",
     "quantize_",
     "quantize_model",
+    "set_module_for_calibration",
     "sparse_int8_weight",
     "sparse_weight",
 ]
@@ -64,19 +111,27 @@ _APPLY = "slimtensors.quantization.apply"
 _ON_DEMAND = {
     "Report": "slimtensors.quantization.state",
     "apply_quantization_config": _APPLY,
+    "apply_quantization_status": _APPLY,
     "coded_weight": _RUNTIME,
     "compress_quantized_weights": _APPLY,
     "decode_ahead": _RUNTIME,
     "decompress_quantized_weights": _APPLY,
     "dequantize_": _RUNTIME,
+    "disable_quantization": _APPLY,
+    "enable_quantization": _APPLY,
     "float8_weight_only": _RUNTIME,
     "freeze_module_quantization": _APPLY,
     "get_model_size_in_bytes": _RUNTIME,
     "int4_weight_only": _RUNTIME,
     "int8_dynamic_activation_int8_weight": _RUNTIME,
     "int8_weight_only": _RUNTIME,
+    "is_cached_attention_module": "slimtensors.quantization.layers",
+    "is_model_quantized": _APPLY,
+    "is_module_quantized": _APPLY,
+    "load_pretrained_quantization_parameters": "slimtensors.quantization.state_dict",
     "quantize_": _RUNTIME,
     "quantize_model": "slimtensors.layerwise",
+    "set_module_for_calibration": _APPLY,
     "sparse_int8_weight": _RUNTIME,
     "sparse_weight": _RUNTIME,
 }

@@ -7,7 +7,7 @@ A weight is a matrix `[rows, columns]`, or a stack of independent matrices `[exp
 columns]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,12 @@ _PIECE_ITEMS = 1 << 20
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the 4-bit float codes 0 to 7; codes 8 to 15 are their negatives."""
+
+FP6 = (*(i / 8 for i in range(8)), *((8 + i) / 8 * 2.0**e for e in range(3) for i in range(8)))
+"""Values of the 6-bit float codes 0 to 31 (E2M3); codes 32 to 63 are their negatives."""
+
+_TOPS = {4: FP4[-1], 6: FP6[-1], 8: 448.0}
+"""Largest value of the floats of each number of bits."""
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
@@ -47,7 +53,7 @@ def code_range(args: QuantizationArgs) -> tuple[float, float]:
     if args.type is QuantizationType.INT:
         half = 2.0 ** (args.num_bits - 1)
         return -half, half - 1
-    top = 448.0 if args.num_bits == 8 else FP4[-1]
+    top = _TOPS[args.num_bits]
     return -top, top
 
 
@@ -70,7 +76,7 @@ def compute_params(
     else:
         scale = (high - low) / steps
         zero_point = (min_code - low / scale).clamp(min_code, max_code)
-        zero_point = _round_to(zero_point.nan_to_num(0.0), args.zp_dtype or torch.int8)
+        zero_point = _round_to(zero_point.nan_to_num(0.0), args.zero_dtype)
     if global_scale is not None:
         scale = global_scale * scale
     if args.scale_dtype is not None:
@@ -133,7 +139,7 @@ def find_dynamic_params(
 
 
 def quantize(x: Tensor, params: Params, args: QuantizationArgs) -> Tensor:
-    """Return the codes of `x`: int8, float8_e4m3fn, or bytes with one 4-bit float each."""
+    """Return the codes of `x`: int8, float8_e4m3fn, or bytes with a 4- or 6-bit float each."""
 
     def encode(x: Tensor, params: Params) -> Tensor:
         scaled = x / _effective_scale(params)
@@ -142,7 +148,9 @@ def quantize(x: Tensor, params: Params, args: QuantizationArgs) -> Tensor:
         scaled = scaled.clamp(*code_range(args))
         if args.type is QuantizationType.INT:
             return scaled.round().to(torch.int8)
-        return scaled.to(torch.float8_e4m3fn) if args.num_bits == 8 else encode_fp4(scaled)
+        if args.num_bits == 8:
+            return scaled.to(torch.float8_e4m3fn)
+        return encode_fp4(scaled) if args.num_bits == 4 else encode_fp6(scaled)
 
     return _apply_broadcast(encode, x, params, args)
 
@@ -152,18 +160,27 @@ def dequantize(
 ) -> Tensor:
     """Return the values of `codes`, in `dtype` or in the dtype of the scale."""
     out = params.scale.dtype if dtype is None else dtype
+    return scale_up(decode(codes, args, torch.float32), params, args, out)
 
-    def decode(codes: Tensor, params: Params) -> Tensor:
+
+def decode(codes: Tensor, args: QuantizationArgs, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that codes stand for, unscaled."""
+    if args.dtype is not torch.uint8:
+        return codes.to(dtype)
+    return decode_fp4(codes, dtype) if args.num_bits == 4 else decode_fp6(codes, dtype)
+
+
+def scale_up(numbers: Tensor, params: Params, args: QuantizationArgs, dtype: torch.dtype) -> Tensor:
+    """Return decoded codes minus their zero points, times their scales."""
+
+    def multiply(numbers: Tensor, params: Params) -> Tensor:
         scale = _effective_scale(params)
-        if args.type is QuantizationType.FLOAT and args.num_bits == 4:
-            values = decode_fp4(codes, scale.dtype)
-        else:
-            values = codes.to(scale.dtype)
+        values = numbers.to(scale.dtype)
         if params.zero_point is not None:
             values = values - params.zero_point.to(scale.dtype)
-        return (values * scale).to(out)
+        return (values * scale).to(dtype)
 
-    return _apply_broadcast(decode, codes, params, args)
+    return _apply_broadcast(multiply, numbers, params, args)
 
 
 def fake_quantize(x: Tensor, params: Params, args: QuantizationArgs) -> Tensor:
@@ -183,7 +200,26 @@ def encode_fp4(x: Tensor) -> Tensor:
 
 def decode_fp4(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values of 4-bit float codes, including -0.0."""
-    table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=dtype, device=codes.device)
+    return _decode(codes, FP4, dtype)
+
+
+def encode_fp6(x: Tensor) -> Tensor:
+    """Return the code of the nearest 6-bit float, ties to even: a byte with bit 5 as sign."""
+    magnitude = x.abs().float()
+    # Steps double from 2 on and again from 4 on: 1/8, 1/4, 1/2.
+    step = 0.125 * (1 + (magnitude >= 2).float() + 2 * (magnitude >= 4).float())
+    rounded = (magnitude / step).round() * step
+    index = torch.searchsorted(torch.tensor(FP6, device=x.device), rounded).to(torch.uint8)
+    return index | x.signbit().to(torch.uint8) << 5
+
+
+def decode_fp6(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values of 6-bit float codes, including -0.0."""
+    return _decode(codes, FP6, dtype)
+
+
+def _decode(codes: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    table = torch.tensor([*values, *(-x for x in values)], dtype=dtype, device=codes.device)
     return table[codes.int()]
 
 
@@ -282,7 +318,9 @@ def _compute_exponents(largest: Tensor, args: QuantizationArgs) -> Tensor:
     """Return exponents of two, with a bias of 127, that scale `largest` close to the top code."""
     integer, mantissa = _FLOAT_BITS[largest.dtype]
     # Adding a quarter rounds up from 1.75 times a power of two: the next power is closer there.
-    power = (largest.view(integer) + (1 << mantissa - 2)) & -(1 << mantissa)
+    # Floats of 6 bits reach 1.875 times it; from halfway to 2 on they would round beyond.
+    shift = 4 if args.num_bits == 6 else 2
+    power = (largest.view(integer) + (1 << mantissa - shift)) & -(1 << mantissa)
     top = 8 if args.num_bits == 8 else 2
     return 127 + power.view(largest.dtype).log2().floor() - top
 

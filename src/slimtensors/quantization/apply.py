@@ -1,34 +1,42 @@
 """Lifecycle of a quantized model: apply a config, calibrate, freeze, compress, decompress."""
 
 import re
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from slimtensors.errors import ConfigError, StatusError
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.state import (
-    Quantization,
-    Report,
+from slimtensors.quantization.hooks import (
     attach_compressed_hooks,
     attach_hooks,
-    get_quantization,
+    quantize_queries,
     remove_hooks,
 )
+from slimtensors.quantization.state import Quantization, Report, get_quantization
 from slimtensors.quantization.targets import Layer, find_layers
 
 
-def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> Report:
+def apply_quantization_config(
+    model: nn.Module, config: QuantizationConfig | None, *, show_progress: bool = True
+) -> Report:
     """Prepare the layers that a config matches, in place, up to its `quantization_status`.
 
     `initialized` only attaches the config. `calibration` also observes activations: run the model
-    on data, then freeze it. `frozen` freezes at once, which is possible without static activations.
+    on data, then freeze it. `frozen` freezes at once; static scales of activations are then to be
+    loaded from a checkpoint. Without a config, nothing is done.
 
         config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
         config.quantization_status = QuantizationStatus.FROZEN
         report = apply_quantization_config(model, config)
 
-    Raise `ConfigError` if the config matches no layer or is ambiguous.
+    `show_progress` is accepted for scripts of compressed-tensors; there is no progress bar.
+
+    Raise `ConfigError` if a group of the config matches no layer or is ambiguous.
     """
+    report = Report()
+    if config is None:
+        return report
     if config.transform_config:
         raise ConfigError("transform_config is not supported; remove it or apply it beforehand")
     if config.quantization_status not in _REACHABLE:
@@ -36,17 +44,19 @@ def apply_quantization_config(model: nn.Module, config: QuantizationConfig) -> R
             f"cannot apply a config with quantization_status {config.quantization_status}; "
             "use ModelCompressor.restore to load compressed weights"
         )
-    freezes = config.quantization_status is QuantizationStatus.FROZEN
-    if freezes and config.needs_data:
-        raise StatusError("static activations need data: calibrate before freezing")
-    report = Report()
-    states = [_attach(layer, report) for layer in find_layers(model, config, report)]
+    layers = find_layers(model, config, report)
+    states = [_attach(layer, report) for layer in layers]
     _link_experts(states)
-    if config.quantization_status is not QuantizationStatus.INITIALIZED:
-        for state in states:
-            state.start_calibration()
-    if freezes:
-        model.apply(freeze_module_quantization)
+    if any("q" in state.plan.activations for state in states):
+        quantize_queries(model)
+    if config.quantization_status >= QuantizationStatus.CALIBRATION:
+        for layer, state in zip(layers, states, strict=True):
+            state.start_calibration(layer.module)
+    if config.quantization_status == QuantizationStatus.FROZEN:
+        for layer, state in zip(layers, states, strict=True):
+            state.freeze(layer.module, requires_data=False)
+        if config.needs_data:
+            report.note("static scales of activations are not set; load them from a checkpoint")
     return report
 
 
@@ -90,7 +100,7 @@ def compress_quantized_weights(module: nn.Module) -> None:
         )
     for weight in state.plan.weights:
         delattr(module, weight.parameter)
-    state.set_status(QuantizationStatus.COMPRESSED)
+    state.set_status(module, QuantizationStatus.COMPRESSED)
     attach_compressed_hooks(module, state)
 
 
@@ -103,7 +113,56 @@ def decompress_quantized_weights(module: nn.Module) -> None:
     for weight in state.plan.weights:
         dense = nn.Parameter(state.dense_weight(weight), requires_grad=False)
         module.register_parameter(weight.parameter, dense)
-    state.set_status(QuantizationStatus.FROZEN)
+    state.set_status(module, QuantizationStatus.FROZEN)
+
+
+def set_module_for_calibration(module: nn.Module) -> None:
+    """Start to observe the activations of a layer to which a config is attached."""
+    state = get_quantization(module)
+    if state is not None and state.status is QuantizationStatus.INITIALIZED:
+        state.start_calibration(module)
+
+
+def apply_quantization_status(model: nn.Module, status: QuantizationStatus) -> None:
+    """Move the quantized layers that are behind a status forward to it, stage by stage."""
+    target = QuantizationStatus(status)
+    for module in model.modules():
+        state = get_quantization(module)
+        if state is None:
+            continue
+        for stage, advance in _STAGES.items():
+            if state.status < stage <= target:
+                advance(module)
+
+
+def enable_quantization(module: nn.Module) -> None:
+    """Quantize the activations of a module again after `disable_quantization`."""
+    module.quantization_enabled = True  # type: ignore[assignment]
+
+
+def disable_quantization(module: nn.Module) -> None:
+    """Do not quantize the activations of a module; weights that are frozen stay rounded.
+
+    model.apply(disable_quantization)
+    """
+    module.quantization_enabled = False  # type: ignore[assignment]
+
+
+def is_module_quantized(module: nn.Module) -> bool:
+    """Return True if a config is attached to a layer."""
+    return get_quantization(module) is not None
+
+
+def is_model_quantized(model: nn.Module) -> bool:
+    """Return True if a config is attached to any layer of a model."""
+    return any(map(is_module_quantized, model.modules()))
+
+
+_STAGES: Mapping[QuantizationStatus, Callable[[nn.Module], None]] = {
+    QuantizationStatus.CALIBRATION: set_module_for_calibration,
+    QuantizationStatus.FROZEN: freeze_module_quantization,
+    QuantizationStatus.COMPRESSED: compress_quantized_weights,
+}
 
 
 def _attach(layer: Layer, report: Report) -> Quantization:

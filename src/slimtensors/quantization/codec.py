@@ -22,6 +22,7 @@ from slimtensors.quantization import formats, kernels
 from slimtensors.quantization.affine import Params, find_params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationType
 from slimtensors.quantization.formats import check_params
+from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec
 
 _ARGS_KEYS = (
@@ -35,6 +36,7 @@ _ARGS_KEYS = (
     "zp_dtype",
 )
 """Arguments that decoding depends on; the others are not stored."""
+_FLOAT_KINDS: Mapping[int, kernels.CodeKind] = {4: "fp4", 6: "fp6", 8: "fp8"}
 _FLOATS = (*KERNEL_FLOATS, torch.float64)
 
 
@@ -81,8 +83,8 @@ class Quantized:
             parts["scale"], parts.get("zero_point"), parts.get("global_scale"), parts.get("g_idx")
         )
         check_params(like.shape, params, args)
-        if self._kind == "fp4" and not self.packed:
-            codes = kernels.pack_codes(codes, args, "fp4")
+        if self._is_unpacked:
+            codes = kernels.pack_codes(codes, args, self._kind)
         return kernels.decompress(
             codes, self._kind, params, args, like.shape, each, dtype=like.dtype
         )
@@ -119,7 +121,7 @@ class Quantized:
         stored, scale = parts["q"], parts["scale"]
         if scale.dtype is torch.uint8:
             scale = kernels.decode_exponents(scale)
-        kind = self._kind if self.packed or self._kind != "fp4" else "int"
+        kind = "int" if self._is_unpacked else self._kind
         codes = kernels.unpack_codes(stored, self.arguments, kind, columns)
         others = (parts.get(name) for name in ("zero_point", "global_scale", "g_idx"))
         return codes, Params(scale, *others)
@@ -128,13 +130,18 @@ class Quantized:
     def _kind(self) -> kernels.CodeKind:
         args = self.arguments
         if args.type is QuantizationType.FLOAT:
-            return "fp4" if args.num_bits == 4 else "fp8"
+            return _FLOAT_KINDS[args.num_bits]
         return "packed" if self.packed and args.num_bits < 8 else "int"
+
+    @property
+    def _is_unpacked(self) -> bool:
+        """Whether floats of less than a byte are stored in one byte each."""
+        return not self.packed and self._kind in ("fp4", "fp6")
 
     def _parts(self, stored: Tensor, params: Params) -> Parts:
         args = self.arguments
-        if self._kind == "fp4" and not self.packed:
-            stored = kernels.unpack_codes(stored, args, "fp4", 2 * stored.shape[-1])
+        if self._is_unpacked:
+            stored = kernels.unpack_codes(stored, args, self._kind, stored.shape[-1])
         scale = params.scale
         if args.is_mx:
             scale = kernels.encode_exponents(scale)
@@ -152,7 +159,7 @@ class Quantized:
     def _check(self, codes: Tensor, parts: Parts, like: Spec) -> None:
         """Raise `CorruptFileError` if parts do not fit a tensor of this spec."""
         args = self.arguments
-        kind: kernels.CodeKind = "int" if self._kind == "fp4" and not self.packed else self._kind
+        kind: kernels.CodeKind = "int" if self._is_unpacked else self._kind
         if like.dtype not in _FLOATS or len(like.shape) not in (2, 3) or not like.numel:
             raise CorruptFileError(f"a tensor of {like} cannot be quantized")
         if Spec.of(codes) != kernels.stored_spec(like.shape, args, kind):
@@ -172,10 +179,8 @@ class Quantized:
         scale, zero = parts["scale"], parts.get("zero_point")
         if scale.dtype not in _FLOATS and scale.dtype is not args.scale_dtype:
             raise CorruptFileError(f"scale is {scale.dtype}, expected floats")
-        if zero is not None and zero.dtype is not (args.zp_dtype or torch.int8):
-            raise CorruptFileError(
-                f"zero_point is {zero.dtype}, expected {args.zp_dtype or torch.int8}"
-            )
+        if zero is not None and zero.dtype is not args.zero_dtype:
+            raise CorruptFileError(f"zero_point is {zero.dtype}, expected {args.zero_dtype}")
 
 
 def pack_quantized(name: str, x: Tensor, codec: Quantized, each: Each) -> PackedTensor:
@@ -197,8 +202,8 @@ def find_codec_format(codec: Quantized) -> str:
     args = codec.arguments
     if args.type is QuantizationType.INT:
         return "pack-quantized" if codec.packed else "int-quantized"
-    if args.num_bits == 4:
-        return "mxfp4-pack-quantized" if args.is_mx else "nvfp4-pack-quantized"
+    if args.num_bits < 8:
+        return formats.infer(QuantizationScheme([], weights=args))
     return "mxfp8-quantized" if args.is_mx else "float-quantized"
 
 

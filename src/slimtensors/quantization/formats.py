@@ -7,6 +7,7 @@ in which tensors they store and in the dtype of codes and scales; the table is a
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -18,9 +19,37 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.kernels import CodeKind, Layout
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.tensor import KERNEL_FLOATS, Spec, ceil_div
+from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, ceil_div
 
-__all__ = ["MIXED", "SUFFIXES", "Format", "find", "infer", "list_names", "merge"]
+__all__ = [
+    "MIXED",
+    "SUFFIXES",
+    "CompressionFormat",
+    "Format",
+    "find",
+    "infer",
+    "list_names",
+    "merge",
+]
+
+
+class CompressionFormat(StrEnum):
+    """Names of formats in configs of compressed-tensors."""
+
+    dense = "dense"
+    sparse_bitmask = "sparse-bitmask"
+    sparse_24_bitmask = "sparse-24-bitmask"
+    int_quantized = "int-quantized"
+    float_quantized = "float-quantized"
+    naive_quantized = "naive-quantized"
+    pack_quantized = "pack-quantized"
+    marlin_24 = "marlin-24"
+    mixed_precision = "mixed-precision"
+    nvfp4_pack_quantized = "nvfp4-pack-quantized"
+    mxfp4_pack_quantized = "mxfp4-pack-quantized"
+    mxfp6_pack_quantized = "mxfp6-pack-quantized"
+    mxfp8_quantized = "mxfp8-quantized"
+
 
 MIXED = "mixed-precision"
 """The format of a config whose groups have different formats."""
@@ -89,6 +118,22 @@ class Format:
         codes = kernels.unpack_codes(stored.codes, args, stored.kind, stored.shape[-1])
         return codes, replace(stored.params, scale=self.decode_scale(stored.params.scale))
 
+    def decode_params(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Parts:
+        """Return the stored tensors with scales as floats and zero points one per item."""
+        stored = self.read(parts, args, self.version).params
+        decoded = {"weight_scale": self.decode_scale(stored.scale)}
+        if stored.zero_point is not None:
+            decoded["weight_zero_point"] = stored.zero_point
+        return {**parts, **decoded}
+
+    def encode_params(self, parts: Mapping[str, Tensor], args: QuantizationArgs) -> Parts:
+        """Return the stored tensors again, after `decode_params`."""
+        codes = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+        shape = tuple(int(size) for size in parts.get("weight_shape", ()))
+        others = (parts.get(f"weight_{name}") for name in ("zero_point", "global_scale", "g_idx"))
+        params = Params(parts["weight_scale"], *others)
+        return self.write(StoredWeight(codes, self.kind(args), shape, params), args)
+
     def compress(
         self, weight: Tensor, params: Params, args: QuantizationArgs, each: Each = serially
     ) -> dict[str, Tensor]:
@@ -134,16 +179,27 @@ def infer(scheme: QuantizationScheme) -> str:
     args = scheme.weights
     if args is None:
         return "dense"
-    if args.type is QuantizationType.FLOAT and args.num_bits == 4:
-        by_group_size = {32: _MXFP4, 16: _NVFP4}
-        if args.group_size not in by_group_size:
-            raise ConfigError("4-bit floats are stored in groups of 16 (nvfp4) or 32 (mxfp4)")
-        return by_group_size[args.group_size]
+    if args.dtype is torch.uint8:
+        return _infer_small_float(args)
     if args.is_mx and args.group_size == 32:
         return _MXFP8
     if scheme.input_activations is None:
         return _PACKED if args.type is QuantizationType.INT else "naive-quantized"
     return "int-quantized" if args.type is QuantizationType.INT else "float-quantized"
+
+
+def _infer_small_float(args: QuantizationArgs) -> str:
+    """Return the format of 4- or 6-bit floats: by their scales, else by the size of groups."""
+    if args.num_bits == 6 and (args.is_mx or args.group_size == 32):
+        return _MXFP6
+    if args.num_bits == 4 and args.strategy is QuantizationStrategy.TENSOR_GROUP:
+        return _NVFP4
+    if args.num_bits == 4 and (args.is_mx or args.group_size == 32):
+        return _MXFP4
+    raise ConfigError(
+        f"no format stores floats of {args.num_bits} bits with strategy {args.strategy}: set"
+        " strategy='tensor_group' (nvfp4, 4 bits) or scale_dtype=torch.uint8 (mxfp4, mxfp6)"
+    )
 
 
 def merge(names: Iterable[str]) -> str:
@@ -192,7 +248,7 @@ def _check_dtypes(params: Params, args: QuantizationArgs) -> None:
     zero = params.zero_point
     for name, x, dtypes in (
         ("weight_scale", params.scale, (*_SCALE_DTYPES, args.scale_dtype)),
-        ("weight_zero_point", zero, (*_FLOATS, *_INTEGERS, args.zp_dtype)),
+        ("weight_zero_point", zero, (*_FLOATS, *_INTEGERS, args.zero_dtype)),
         ("weight_global_scale", params.global_scale, _FLOATS),
         ("weight_g_idx", params.g_idx, _INTEGERS),
     ):
@@ -243,7 +299,9 @@ def _plain_kind(args: QuantizationArgs) -> CodeKind:
 def _check_plain(name: str, args: QuantizationArgs, columns: int) -> None:
     """Check args for one code per item: int-, float-, naive- and mxfp8-quantized."""
     if args.dtype is torch.uint8:
-        raise ConfigError(f"{name} does not store 4-bit floats; mxfp4 and nvfp4 do")
+        raise ConfigError(
+            f"{name} does not store {args.num_bits}-bit floats; nvfp4, mxfp4 and mxfp6 do"
+        )
 
 
 def _write_plain(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
@@ -282,20 +340,36 @@ def _read_mxfp8(
 
 def _check_fp4(name: str, args: QuantizationArgs, columns: int) -> None:
     """Check args for two 4-bit floats per byte: nvfp4- and mxfp4-pack-quantized."""
-    if args.type is not QuantizationType.FLOAT or args.num_bits != 4:
-        raise ConfigError(f"{name} stores 4-bit floats only, not {args.type} of {args.num_bits}")
-    if columns % 2:
-        raise ConfigError(f"{name} needs an even number of columns, got {columns}")
+    _check_small_float(name, args, columns, bits=4, per_piece=2)
 
 
-def _read_fp4_codes(parts: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, ...]]:
+def _check_fp6(name: str, args: QuantizationArgs, columns: int) -> None:
+    """Check args for four 6-bit floats in three bytes: mxfp6-pack-quantized."""
+    _check_small_float(name, args, columns, bits=6, per_piece=4)
+
+
+def _check_small_float(
+    name: str, args: QuantizationArgs, columns: int, *, bits: int, per_piece: int
+) -> None:
+    if args.type is not QuantizationType.FLOAT or args.num_bits != bits:
+        raise ConfigError(
+            f"{name} stores {bits}-bit floats only, not {args.type} of {args.num_bits}"
+        )
+    if columns % per_piece:
+        raise ConfigError(f"{name} needs a multiple of {per_piece} columns, got {columns}")
+
+
+def _read_small_float_codes(
+    parts: Mapping[str, Tensor], args: QuantizationArgs
+) -> tuple[Tensor, tuple[int, ...]]:
     """Return the packed codes and the shape of the dense weight."""
     packed = require_part(parts, "weight_packed")
     *outer, width = packed.shape
-    if packed.dtype is not torch.uint8 or packed.dim() not in (2, 3):
+    columns, rest = divmod(8 * width, args.num_bits)
+    if packed.dtype is not torch.uint8 or packed.dim() not in (2, 3) or rest:
         shape = tuple(packed.shape)
         raise CorruptFileError(f"weight_packed is {packed.dtype} {shape}, expected rows of bytes")
-    return packed, (*outer, 2 * width)
+    return packed, (*outer, columns)
 
 
 def _write_nvfp4(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
@@ -312,7 +386,10 @@ def _write_nvfp4(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tens
 def _read_nvfp4(
     parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
 ) -> StoredWeight:
-    (codes, shape), scale = _read_fp4_codes(parts), require_part(parts, "weight_scale")
+    (codes, shape), scale = (
+        _read_small_float_codes(parts, args),
+        require_part(parts, "weight_scale"),
+    )
     if not scale.is_floating_point():
         raise CorruptFileError(f"weight_scale is {scale.dtype}, expected floats")
     global_scale = require_part(parts, "weight_global_scale")
@@ -324,17 +401,17 @@ def _read_nvfp4(
     return StoredWeight(codes, "fp4", shape, check_params(shape, params, args))
 
 
-def _write_mxfp4(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
+def _write_mx(stored: StoredWeight, args: QuantizationArgs) -> dict[str, Tensor]:
     scale = kernels.encode_exponents(stored.params.scale)
     return {"weight_packed": stored.codes, "weight_scale": scale}
 
 
-def _read_mxfp4(
+def _read_mx(
     parts: Mapping[str, Tensor], args: QuantizationArgs, version: str | None
 ) -> StoredWeight:
-    codes, shape = _read_fp4_codes(parts)
+    codes, shape = _read_small_float_codes(parts, args)
     params = check_params(shape, Params(_read_exponents(parts)), args)
-    return StoredWeight(codes, "fp4", shape, params)
+    return StoredWeight(codes, "fp4" if args.num_bits == 4 else "fp6", shape, params)
 
 
 _FIRST_STREAM = (0, 18)
@@ -434,6 +511,7 @@ def _read_shape(parts: Mapping[str, Tensor], packed: Tensor) -> tuple[int, ...]:
 _PACKED = "pack-quantized"
 _NVFP4 = "nvfp4-pack-quantized"
 _MXFP4 = "mxfp4-pack-quantized"
+_MXFP6 = "mxfp6-pack-quantized"
 _MXFP8 = "mxfp8-quantized"
 
 _FORMATS: Mapping[str, Format] = {
@@ -456,8 +534,16 @@ _FORMATS: Mapping[str, Format] = {
             _MXFP4,
             lambda _: "fp4",
             _check_fp4,
-            _write_mxfp4,
-            _read_mxfp4,
+            _write_mx,
+            _read_mx,
+            decode_scale=kernels.decode_exponents,
+        ),
+        Format(
+            _MXFP6,
+            lambda _: "fp6",
+            _check_fp6,
+            _write_mx,
+            _read_mx,
             decode_scale=kernels.decode_exponents,
         ),
         Format(

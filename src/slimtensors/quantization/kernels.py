@@ -18,8 +18,9 @@ from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.tensor import KERNEL_FLOATS, Spec, allocate, as_bytes, ceil_div, dtype_name
 
-CodeKind = Literal["int", "packed", "fp4", "fp8"]
-"""How codes are stored: one integer per byte, words, two 4-bit floats per byte, 8-bit floats."""
+CodeKind = Literal["int", "packed", "fp4", "fp6", "fp8"]
+"""How codes are stored: one integer per byte, words, two 4-bit floats per byte, four 6-bit floats
+in three bytes, 8-bit floats."""
 
 Layout = Literal["stream", "words"]
 """Packing of codes into words: as one stream of bits, or with no code across two words."""
@@ -47,7 +48,7 @@ def compress(
     affine.check_weight(weight, args)
     scale = params.scale.dtype if params.global_scale is None else torch.float32
     quotient = torch.promote_types(weight.dtype, scale)
-    supported = weight.dtype in KERNEL_FLOATS and quotient in KERNEL_FLOATS
+    supported = weight.dtype in KERNEL_FLOATS and quotient in KERNEL_FLOATS and kind != "fp6"
     if not supported or not _supports_core(weight, params):
         if not torch.isfinite(weight).all():
             raise ConfigError(_NOT_FINITE)
@@ -90,7 +91,8 @@ def decompress(
     exact = narrow and args.type is QuantizationType.FLOAT  # the product fits into any float
     if exact or params.global_scale is not None or product is torch.float32:
         product = dtype  # only the result is rounded
-    if not _supports_core(stored, params) or product not in KERNEL_FLOATS or product is not dtype:
+    supported = product in KERNEL_FLOATS and product is dtype and kind != "fp6"
+    if not supported or not _supports_core(stored, params):
         if params.scale.dtype is torch.uint8:
             params = replace(params, scale=decode_exponents(params.scale))
         elif narrow:
@@ -120,6 +122,8 @@ def pack_codes(codes: Tensor, args: QuantizationArgs, kind: CodeKind) -> Tensor:
     """Return codes, one per item, as they are stored."""
     if kind == "packed":
         return pack_bits(codes, args.num_bits)
+    if kind == "fp6":
+        return _pack_fp6(codes)
     return codes[..., ::2] | codes[..., 1::2] << 4 if kind == "fp4" else codes
 
 
@@ -129,7 +133,7 @@ def unpack_codes(stored: Tensor, args: QuantizationArgs, kind: CodeKind, columns
         return unpack_bits(stored, args.num_bits, columns)
     if kind == "fp4":
         return torch.stack((stored & 15, stored >> 4), dim=-1).flatten(-2)
-    return stored
+    return _unpack_fp6(stored) if kind == "fp6" else stored
 
 
 def stored_spec(shape: tuple[int, ...], args: QuantizationArgs, kind: CodeKind) -> Spec:
@@ -137,7 +141,22 @@ def stored_spec(shape: tuple[int, ...], args: QuantizationArgs, kind: CodeKind) 
     *outer, columns = shape
     if kind == "packed":
         return Spec(torch.int32, (*outer, count_words(columns, args.num_bits)))
+    if kind == "fp6":
+        return Spec(torch.uint8, (*outer, columns // 4 * 3))
     return Spec(torch.uint8, (*outer, columns // 2)) if kind == "fp4" else Spec(args.dtype, shape)
+
+
+def _pack_fp6(codes: Tensor) -> Tensor:
+    """Return 6-bit codes as a little-endian stream of bits: four codes in three bytes."""
+    a, b, c, d = codes.reshape(*codes.shape[:-1], -1, 4).unbind(-1)
+    return torch.stack((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2), -1).flatten(-2)
+
+
+def _unpack_fp6(packed: Tensor) -> Tensor:
+    """Return the codes that `_pack_fp6` packed."""
+    a, b, c = packed.reshape(*packed.shape[:-1], -1, 3).unbind(-1)
+    codes = (a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2)
+    return torch.stack(codes, -1).flatten(-2)
 
 
 def encode_exponents(scale: Tensor) -> Tensor:

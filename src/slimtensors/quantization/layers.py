@@ -102,7 +102,7 @@ def has_float_input(module: nn.Module) -> bool:
     return not isinstance(module, nn.Embedding)
 
 
-def is_cached_attention(module: nn.Module) -> bool:
+def is_cached_attention_module(module: nn.Module) -> bool:
     """Return True if a module is an attention layer that may use a key/value cache."""
     is_attention = "attention" in type(module).__name__.lower()
     if not is_attention or not any(hasattr(module, p) for p in ("k_proj", "qkv_proj", "kv_b_proj")):

@@ -1,13 +1,19 @@
 """Quantization schemes: arguments for a set of layers, and the named presets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
 from slimtensors.errors import ConfigError, suggest
-from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
+from slimtensors.quantization.args import (
+    PydanticMethods,
+    QuantizationArgs,
+    QuantizationStrategy,
+    QuantizationType,
+    to_text,
+)
 from slimtensors.tensor import Json
 
 _INT, _FLOAT = QuantizationType.INT, QuantizationType.FLOAT
@@ -72,6 +78,8 @@ PRESETS: Mapping[str, tuple[QuantizationArgs | None, QuantizationArgs | None]] =
     "MXFP4": (_mx(4), _mx(4, dynamic=True)),
     "MXFP4A16": (_mx(4), None),
     "MXFP4XFP8": (_mx(4), _FP8_GROUPS),
+    "MXFP6A16": (_mx(6), None),
+    "MXFP6A8": (_mx(6), _mx(8, dynamic=True)),
     "MXFP8": (_mx(8), _mx(8, dynamic=True)),
     "MXFP8A16": (_mx(8), None),
     "UNQUANTIZED": (None, None),
@@ -90,7 +98,7 @@ _ACTIVATION_STRATEGIES = {
 
 
 @dataclass(frozen=True)
-class QuantizationScheme:
+class QuantizationScheme(PydanticMethods):
     """How the layers that match `targets` are quantized; fields that are None are not.
 
     QuantizationScheme(["Linear"], weights=QuantizationArgs(num_bits=4, group_size=128))
@@ -107,9 +115,14 @@ class QuantizationScheme:
     def __post_init__(self) -> None:
         if isinstance(self.targets, str) or not all(isinstance(t, str) for t in self.targets):
             raise ConfigError(f"targets must be a list of names, got {self.targets!r}")
-        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "targets", list(self.targets))
+        for key in _ARGS_FIELDS:
+            if isinstance(args := getattr(self, key), Mapping):
+                object.__setattr__(self, key, QuantizationArgs.model_validate(args))
         if not isinstance(self.format, str | None):
             raise ConfigError(f"format must be a name, got {str(self.format)[:80]!r}")
+        if self.format is not None:
+            object.__setattr__(self, "format", to_text(self.format))
         if self.format == "mixed-precision":
             raise ConfigError("mixed-precision is the format of a config, not of a group")
         for key in ("input_activations", "output_activations"):
@@ -139,26 +152,41 @@ class QuantizationScheme:
 
     def to_dict(self) -> Json:
         """Return the JSON form with every key, null where unset."""
+        return self.model_dump()
+
+    def model_dump(self, *, mode: str = "python", exclude: Collection[str] = ()) -> Json:
+        """Return the JSON form, as compressed-tensors does; in either mode."""
         data: Json = {"targets": list(self.targets)}
         for key in _ARGS_FIELDS:
-            args = getattr(self, key)
-            data[key] = None if args is None else args.to_dict()
-        return data | {"format": self.format}
+            args: QuantizationArgs | None = getattr(self, key)
+            data[key] = None if args is None else args.model_dump()
+        data["format"] = self.format
+        return {key: value for key, value in data.items() if key not in exclude}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Parse the JSON form; raise `ConfigError` on unknown keys, with the nearest valid one."""
-        known = {entry.name for entry in fields(cls)}
-        for key in data.keys() - known:
-            raise ConfigError(f"unknown key {key!r} in a config group; {suggest(key, known)}")
-        if not isinstance(data.get("targets"), list):
-            raise ConfigError(f"a config group needs a list of targets, got {data}")
+        """Parse the JSON form of any release of compressed-tensors.
+
+        Raise `ConfigError` on unknown keys, with the nearest valid one.
+        """
         parsed = {
             key: QuantizationArgs.from_dict(data[key])
             for key in _ARGS_FIELDS
             if data.get(key) not in (None, {})
         }
-        return cls(data["targets"], **parsed, format=data.get("format"))
+        return cls.model_validate({**data, **dict.fromkeys(_ARGS_FIELDS), **parsed})
+
+    @classmethod
+    def model_validate(cls, data: Any) -> Self:
+        """Parse the JSON form of compressed-tensors 0.20."""
+        if isinstance(data, cls):
+            return data
+        known = {entry.name for entry in fields(cls)}
+        for key in data.keys() - known:
+            raise ConfigError(f"unknown key {key!r} in a config group; {suggest(key, known)}")
+        if not isinstance(data.get("targets"), list | tuple):
+            raise ConfigError(f"a config group needs a list of targets, got {data}")
+        return cls(**data)
 
     def with_targets(self, targets: Sequence[str]) -> Self:
         """Return the same scheme with other targets."""
@@ -173,3 +201,13 @@ class QuantizationScheme:
             raise ConfigError(f"{key}: actorder applies to weights only")
         if args.strategy is QuantizationStrategy.GROUP and not args.dynamic:
             raise ConfigError(f"{key}: strategy group requires dynamic=True")
+
+
+def preset_name_to_scheme(name: str, targets: Sequence[str]) -> QuantizationScheme:
+    """Return the scheme of a preset, under the name of this function in compressed-tensors."""
+    return QuantizationScheme.preset(name, targets)
+
+
+def is_preset_scheme(name: str) -> bool:
+    """Return True if a preset has this name, in upper or lower case."""
+    return name.upper() in PRESETS

@@ -6,11 +6,12 @@ Stacked experts are stored per expert, as transformers saves them.
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from slimtensors.archive import Archive
 from slimtensors.errors import ConfigError, MismatchError, SlimError, StatusError
 from slimtensors.quantization import formats
 from slimtensors.quantization.affine import Params
@@ -19,7 +20,15 @@ from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.quantization.state import Quantization, Report, get_quantization, select_parts
+from slimtensors.quantization.state import (
+    LayerPlan,
+    Quantization,
+    Report,
+    get_quantization,
+    is_stored_dense,
+    read_dense_params,
+    select_parts,
+)
 from slimtensors.quantization.targets import (
     KV_CACHE,
     choose_format,
@@ -27,6 +36,7 @@ from slimtensors.quantization.targets import (
     make_disjoint,
     matches_any,
 )
+from slimtensors.storage import StrPath
 from slimtensors.tensor import Spec
 
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -41,7 +51,7 @@ _ACTIVATION_SUFFIXES = tuple(
 def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
     """Return the tensors of a frozen or compressed model in their stored form."""
     tensors: dict[str, Tensor] = dict(model.state_dict())
-    for state in _iterate_states(model, config):
+    for state, _ in _iterate_states(model, config):
         plan = state.plan
         for name in (*state.tensors(), *(weight.parameter for weight in plan.weights)):
             tensors.pop(plan.key(name), None)
@@ -55,20 +65,22 @@ def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tens
 def describe_config(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
     """Return the config to store with a compressed model: with formats and disjoint groups."""
     stored: dict[str, str] = {}
+    cache = config.kv_cache_scheme
     layers: dict[str, tuple[str, Sequence[str]]] = {}
     patterns: dict[str, str] = {}
-    for state in _iterate_states(model, config):
+    for state, group in _iterate_states(model, config):
         plan = state.plan
         if plan.weights:
-            stored[plan.group] = plan.format
+            stored[group] = plan.format
+        cache = plan.activations.get("q", cache)
         if plan.has_stacked_experts:
             expert_patterns = _find_expert_patterns(model, state)
             patterns |= expert_patterns
-            layers |= dict.fromkeys(expert_patterns, (plan.group, ("Linear",)))
-        elif plan.group in config.config_groups:
-            layers[plan.name] = plan.group, plan.classes
+            layers |= dict.fromkeys(expert_patterns, (group, ("Linear",)))
+        elif group in config.config_groups:
+            layers[plan.name] = group, plan.classes
     groups = {
-        name: replace(group, format=stored.get(name, group.format))
+        name: replace(group, format=stored.get(name, "dense"))
         for name, group in config.config_groups.items()
     }
     unlisted = [x for x in _list_routers(model) if not matches_any(config.ignore, x, ("Linear",))]
@@ -78,8 +90,41 @@ def describe_config(model: nn.Module, config: QuantizationConfig) -> Quantizatio
         format=formats.merge(stored.values()),
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=[*config.ignore, *unlisted],
+        kv_cache_scheme=cache,
         version=LAYOUT,
     )
+
+
+@dataclass
+class ModelSchemes:
+    """Schemes of the quantized layers of a model."""
+
+    schemes: list[QuantizationScheme] = field(default_factory=list)
+    kv_cache: QuantizationArgs | None = None
+    status: QuantizationStatus = QuantizationStatus.INITIALIZED
+    unquantized: list[str] = field(default_factory=list)
+    """Names of layers whose class is quantized elsewhere in the model."""
+
+
+def read_schemes(model: nn.Module) -> ModelSchemes:
+    """Return the schemes of all quantized layers, in the order of the model."""
+    found = ModelSchemes()
+    classes: set[str] = set()
+    others: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        kind = "Linear" if _is_router(module) else type(module).__name__
+        state = get_quantization(module)
+        if state is not None:
+            found.status = state.status
+            found.kv_cache = state.plan.activations.get("k", found.kv_cache)
+        if state is None or state.plan.group == KV_CACHE:
+            others.append((name, kind))
+            continue
+        classes.add(kind)
+        if state.plan.scheme not in found.schemes:
+            found.schemes.append(state.plan.scheme)
+    found.unquantized = [name for name, kind in others if kind in classes]
+    return found
 
 
 def decompress_state(
@@ -120,11 +165,30 @@ def restore_model(
             )
         keys = {name: plan.key(name) for name in (*formats.SUFFIXES, *_ACTIVATION_SUFFIXES)}
         tensors = {name: rest.pop(key) for name, key in keys.items() if key in rest}
-        quantization.set_tensors(tensors)
-        quantization.load_stored(module, config.version)
+        quantization.load_stored(module, tensors, config.version)
         weights |= {plan.key(weight.parameter) for weight in plan.weights}
     _load_rest(model, rest, weights)
     return report
+
+
+def load_pretrained_quantization_parameters(
+    model: nn.Module, model_name_or_path: StrPath, load_weight_qparams: bool = False
+) -> None:
+    """Load the static scales of activations from a file or folder into a quantized model.
+
+    With `load_weight_qparams`, also those of weights, which freezing then uses. Raise
+    `CorruptFileError` if a scale is missing, `StatusError` if a weight is already frozen.
+    """
+    names = (*formats.SUFFIXES, *_ACTIVATION_SUFFIXES)
+    with Archive(model_name_or_path) as archive:
+        for module in model.modules():
+            if (state := get_quantization(module)) is None:
+                continue
+            keys = {name: state.plan.key(name) for name in names}
+            tensors = {name: archive.get_tensor(x) for name, x in keys.items() if x in archive}
+            state.load_activation_params(tensors)
+            if load_weight_qparams:
+                _load_weight_params(state, tensors)
 
 
 def find_stored_layers(names: Collection[str]) -> dict[str, list[str]]:
@@ -143,7 +207,7 @@ def join_name(layer: str, suffix: str) -> str:
 
 
 def find_dense_shape(
-    specs: Mapping[str, Spec], read_shape: Callable[[], Tensor]
+    specs: Mapping[str, Spec], args: QuantizationArgs, read_shape: Callable[[], Tensor]
 ) -> tuple[int, ...]:
     """Return the shape of a dense weight from its stored parts, by suffix.
 
@@ -154,7 +218,7 @@ def find_dense_shape(
     if "weight" in specs:
         return specs["weight"].shape
     *outer, width = specs["weight_packed"].shape
-    return *outer, 2 * width  # 4-bit floats, two per byte
+    return *outer, 8 * width // args.num_bits  # 4- or 6-bit floats
 
 
 def is_quantization_part(name: str, layers: Mapping[str, Collection[str]]) -> bool:
@@ -178,12 +242,6 @@ def find_scheme(
     return groups[group]
 
 
-def is_stored_dense(parts: Mapping[str, Tensor]) -> bool:
-    """Return True if the weight of a layer is stored dense, with its scales."""
-    weight = parts.get("weight")
-    return weight is not None and weight.is_floating_point() and weight.element_size() > 1
-
-
 def decompress_weight(
     parts: Mapping[str, Tensor],
     scheme: QuantizationScheme,
@@ -204,6 +262,20 @@ def decompress_weight(
     return list_weights(module)[0].from_matrix(matrix, weight.shape)
 
 
+def _load_weight_params(state: Quantization, tensors: Mapping[str, Tensor]) -> None:
+    args = state.plan.weight_args
+    for weight in state.plan.weights:
+        assert args is not None, "only layers with weight_args list weights"
+        if state.status >= QuantizationStatus.FROZEN:
+            raise StatusError(f"{state.plan.name}: load the scales of weights before freezing them")
+        parts = select_parts(weight, tensors)
+        if is_stored_dense(parts):
+            shape = tuple(weight.to_matrix(parts["weight"]).shape)
+            state.params[weight.parameter] = read_dense_params(parts, args, shape)
+        else:
+            _, state.params[weight.parameter] = formats.find(state.plan.format).parse(parts, args)
+
+
 def _load_rest(model: nn.Module, rest: Mapping[str, Tensor], quantized: set[str]) -> None:
     """Load unquantized tensors; raise `MismatchError` if any are missing or unexpected."""
     missing, unexpected = model.load_state_dict(rest, strict=False)
@@ -216,8 +288,13 @@ def _load_rest(model: nn.Module, rest: Mapping[str, Tensor], quantized: set[str]
         )
 
 
-def _iterate_states(model: nn.Module, config: QuantizationConfig) -> Iterator[Quantization]:
-    """Yield the states of all quantized layers; raise if one is not ready to be stored."""
+def _iterate_states(
+    model: nn.Module, config: QuantizationConfig
+) -> Iterator[tuple[Quantization, str]]:
+    """Yield the states of all quantized layers with the names of their groups in a config.
+
+    Raise if one is not ready to be stored.
+    """
     found = False
     for module in model.modules():
         if (state := get_quantization(module)) is None:
@@ -229,11 +306,24 @@ def _iterate_states(model: nn.Module, config: QuantizationConfig) -> Iterator[Qu
                 f"{plan.name}: status is {state.status}, expected frozen; "
                 "call model.apply(freeze_module_quantization) first"
             )
-        if plan.group not in config.config_groups and plan.group != KV_CACHE:
-            raise MismatchError(f"{plan.name}: its group {plan.group!r} is from another config")
-        yield state
-    if not found:
+        yield state, _find_group_name(plan, config)
+    if not found and not _is_empty(config):
         raise StatusError("the model is not quantized; call apply_quantization_config first")
+
+
+def _find_group_name(plan: LayerPlan, config: QuantizationConfig) -> str:
+    """Return the group of a layer: by name, or by scheme if the config has other names."""
+    if plan.group in config.config_groups or plan.group == KV_CACHE:
+        return plan.group
+    for name, scheme in config.config_groups.items():
+        if scheme == plan.scheme:
+            return name
+    raise MismatchError(f"{plan.name}: its group {plan.group!r} is from another config")
+
+
+def _is_empty(config: QuantizationConfig) -> bool:
+    groups = config.config_groups.values()
+    return config.kv_cache_scheme is None and all(scheme.is_empty for scheme in groups)
 
 
 def _find_only_class_group(config: QuantizationConfig) -> str | None:
@@ -274,6 +364,10 @@ def _find_expert_patterns(model: nn.Module, state: Quantization) -> dict[str, st
     return patterns
 
 
+def _is_router(module: nn.Module) -> bool:
+    return _ROUTER.search(type(module).__name__) is not None
+
+
 def _list_routers(model: nn.Module) -> list[str]:
     """Return the names in checkpoints of the layers that route tokens to experts.
 
@@ -282,7 +376,7 @@ def _list_routers(model: nn.Module) -> list[str]:
     found = {
         f"{name}.weight": torch.zeros(1, 1)
         for name, module in model.named_modules()
-        if _ROUTER.search(type(module).__name__) and "weight" in dict(module.named_parameters())
+        if _is_router(module) and "weight" in dict(module.named_parameters())
     }
     return [name.removesuffix(".weight") for name in _convert_for_saving(model, found)]
 

@@ -15,7 +15,7 @@ from slimtensors.quantization.config import QuantizationConfig, QuantizationStat
 from slimtensors.quantization.layers import (
     has_float_input,
     has_stacked_experts,
-    is_cached_attention,
+    is_cached_attention_module,
     list_class_names,
     list_weights,
 )
@@ -24,6 +24,9 @@ from slimtensors.quantization.state import LayerPlan, Report, get_quantization
 
 KV_CACHE = "kv_cache"
 """Name of the group of attention layers whose key/value cache is quantized."""
+
+_ATTENTION_TARGETS = ("re:.*(self_attn|attention)$",)
+"""Targets that compressed-tensors uses for the scheme of a key/value cache."""
 
 _REGEX = "re:"
 _STORED_DENSE = {None, "dense", "fakequant", formats.MIXED}
@@ -152,6 +155,7 @@ def _plan_layers(model: nn.Module, config: QuantizationConfig) -> Iterator[Layer
             name,
             group,
             list_class_names(module),
+            scheme,
             has_stacked_experts=has_stacked_experts(module),
             weights=quantized,
             weight_args=scheme.weights,
@@ -168,14 +172,51 @@ def _get_activations(scheme: QuantizationScheme) -> dict[str, QuantizationArgs]:
 
 
 def _plan_attentions(model: nn.Module, config: QuantizationConfig) -> Iterator[Layer]:
-    """Yield the attention layers with a key/value cache, if the config quantizes it."""
-    if (args := config.kv_cache_scheme) is not None:
-        for name, module in model.named_modules():
-            if is_cached_attention(module):
-                plan = LayerPlan(
-                    name, KV_CACHE, list_class_names(module), activations={"k": args, "v": args}
-                )
-                yield Layer(module, plan)
+    """Yield the attention layers that a group matches, or whose key/value cache is quantized."""
+    cache = config.kv_cache_scheme
+    for name, module in model.named_modules():
+        if not is_cached_attention_module(module):
+            continue
+        classes = list_class_names(module)
+        group = find_group(_select_narrow(model, config, name), config.ignore, name, classes)
+        if group is not None and not config.config_groups[group].is_empty:
+            scheme = config.config_groups[group]
+            args = _get_attention_args(name, scheme)
+            plan = LayerPlan(name, group, classes, scheme, activations=dict.fromkeys("qkv", args))
+            yield Layer(module, plan)
+        elif cache is not None:
+            scheme = QuantizationScheme(_ATTENTION_TARGETS, input_activations=cache)
+            activations = dict.fromkeys("kv", cache)
+            yield Layer(module, LayerPlan(name, KV_CACHE, classes, scheme, activations=activations))
+
+
+def _select_narrow(
+    model: nn.Module, config: QuantizationConfig, name: str
+) -> dict[str, QuantizationScheme]:
+    """Return the groups with only those targets that match neither parent nor children of a layer.
+
+    A pattern such as `re:.*self_attn.*` is meant for the layers inside of the attention layer.
+    """
+    parent = name.rpartition(".")[0]
+    module = model.get_submodule(name)
+    around = [(parent, list_class_names(model.get_submodule(parent)))]
+    around += [(f"{name}.{x}", list_class_names(m)) for x, m in module.named_modules() if x]
+    return {
+        group: scheme.with_targets(
+            [t for t in scheme.targets if all(rank_target(t, *other) is None for other in around)]
+        )
+        for group, scheme in config.config_groups.items()
+    }
+
+
+def _get_attention_args(name: str, scheme: QuantizationScheme) -> QuantizationArgs:
+    args = scheme.input_activations
+    if args is None or scheme.weights is not None or scheme.output_activations is not None:
+        raise ConfigError(
+            f"{name}: a group of attention layers has only input_activations, for queries, keys and"
+            " values; to quantize weights, target q_proj, k_proj and v_proj"
+        )
+    return args
 
 
 def _check_status(model: nn.Module) -> None:
@@ -192,13 +233,13 @@ def _check_layers(
 ) -> None:
     matched = {layer.plan.group for layer in layers}
     groups = {name for name, scheme in config.config_groups.items() if not scheme.is_empty}
-    if config.kv_cache_scheme is not None:
+    if config.kv_cache_scheme is not None and not any("q" in x.plan.activations for x in layers):
         groups.add(KV_CACHE)
     for name in sorted(groups - matched):
         targets = config.config_groups[name].targets if name != KV_CACHE else "attention"
         raise ConfigError(f"{name}: no layer of the model matches {targets} and is not ignored")
     if not layers:
-        raise ConfigError("the config quantizes no layer of this model")
+        report.note("the config quantizes nothing: all of its groups are empty")
     _check_targets(model, config, report)
     tied = _find_tied_names(model)
     for layer in layers:
@@ -253,7 +294,11 @@ def _can_transformers_load(plan: LayerPlan) -> bool:
 
 def _check_targets(model: nn.Module, config: QuantizationConfig, report: Report) -> None:
     """Report targets and `ignore` entries that match no layer: they may be misspelled."""
-    layers = [(name, list_class_names(m)) for name, m in model.named_modules() if list_weights(m)]
+    layers = [
+        (name, list_class_names(m))
+        for name, m in model.named_modules()
+        if list_weights(m) or is_cached_attention_module(m)
+    ]
     modules = [(name, list_class_names(m)) for name, m in model.named_modules()]
     for group, scheme in config.config_groups.items():
         for target in scheme.targets:

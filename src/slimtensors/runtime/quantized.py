@@ -115,13 +115,15 @@ class QuantizedTensor(CompressedTensor):
             if self.codes.kind != "sparse":
                 raise CorruptFileError(f"codes cannot be a {self.codes.kind} tensor")
             self.codes.check()
-        kinds: set[CodeKind] = {_KINDS[args.dtype], choose_kind(args)}
+        kinds: set[CodeKind] = {_find_kind(args.dtype, args), choose_kind(args)}
         if Spec.of(self.codes) not in [kernels.stored_spec(shape, args, kind) for kind in kinds]:
             raise CorruptFileError(
                 f"codes of {Spec.of(self.codes)} do not fit a weight of shape {shape}"
             )
-        if args.dtype is torch.uint8 and shape[-1] % 2:
-            raise CorruptFileError(f"pairs of 4-bit codes do not fit {shape[-1]} columns")
+        if args.dtype is torch.uint8 and shape[-1] * args.num_bits % 8:
+            raise CorruptFileError(
+                f"{shape[-1]} codes of {args.num_bits} bits do not fill whole bytes"
+            )
         check_params(shape, self.params, args)
 
     @property
@@ -360,8 +362,9 @@ def _dequantize(
         return torch.empty(shape, dtype=params.scale.dtype, device=codes.device)
     zero = params.zero_point
     if zero is not None and zero.is_floating_point() and args.zp_dtype is None:
-        params = replace(params, zero_point=zero.to(torch.int8))
-    return kernels.decompress(codes, _KINDS[codes.dtype], params, args, shape, out=out)
+        params = replace(params, zero_point=zero.to(args.zero_dtype))
+    kind = _find_kind(codes.dtype, args)
+    return kernels.decompress(codes, kind, params, args, shape, out=out)
 
 
 def _equal_parts(a: Tensor | None, b: Tensor | None) -> bool:
@@ -370,7 +373,13 @@ def _equal_parts(a: Tensor | None, b: Tensor | None) -> bool:
 
 def choose_kind(args: QuantizationArgs) -> CodeKind:
     """Return the representation of codes: integers of less than eight bits are packed."""
-    return "packed" if args.dtype is torch.int8 and args.num_bits < 8 else _KINDS[args.dtype]
+    is_packed = args.dtype is torch.int8 and args.num_bits < 8
+    return "packed" if is_packed else _find_kind(args.dtype, args)
+
+
+def _find_kind(dtype: torch.dtype, args: QuantizationArgs) -> CodeKind:
+    """Return the representation of codes that are stored in a dtype."""
+    return "fp6" if dtype is torch.uint8 and args.num_bits == 6 else _KINDS[dtype]
 
 
 def _is_int8_by_int8(args: QuantizationArgs, inputs: QuantizationArgs) -> bool:

@@ -23,13 +23,13 @@ from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError
 from slimtensors.parallel import Each, Workers, serially
 from slimtensors.quantization import QuantizationConfig, Quantized, formats
+from slimtensors.quantization.state import is_stored_dense
 from slimtensors.quantization.state_dict import (
     decompress_weight,
     find_dense_shape,
     find_scheme,
     find_stored_layers,
     is_quantization_part,
-    is_stored_dense,
     join_name,
 )
 from slimtensors.quantization.targets import choose_format
@@ -134,7 +134,7 @@ def _encode_layer(
         return codec.encoded(codes, params, dtype, then={"q": Plan(Huffman())})
 
     specs = {suffix: part.spec for suffix, part in parts.items()}
-    shape = find_dense_shape(specs, lambda: _read_tensor(parts["weight_shape"], serially))
+    shape = find_dense_shape(specs, args, lambda: _read_tensor(parts["weight_shape"], serially))
     return TensorSource(join_name(layer, "weight"), Spec(dtype, shape), read)
 
 
