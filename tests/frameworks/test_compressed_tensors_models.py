@@ -2,10 +2,13 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from strategies import aligned, same_bits
+from safetensors.torch import load_file
+from strategies import aligned, same_bits, same_results
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slimtensors import ModelCompressor
@@ -37,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of packages that are not ours
 ]
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "compressed_tensors"
 IDS = torch.arange(24).view(2, 12) * 7 % 64
 FP8 = {"num_bits": 8, "type": "float"}
 NVFP4 = {"strategy": "tensor_group", "scale_dtype": torch.float8_e4m3fn}
@@ -348,6 +352,25 @@ def test_a_frozen_config_with_static_activations_waits_for_their_scales(tmp_path
         logits(model)
     load_pretrained_quantization_parameters(model, tmp_path)
     assert torch.equal(logits(model), logits(want))
+
+
+EARLY = [
+    (release, case)
+    for release in ("0.4.0", "0.6.0")
+    for case in json.loads((GOLDEN / release / "lifecycle.json").read_text())
+]
+
+
+@pytest.mark.parametrize(("release", "case"), EARLY)
+def test_models_of_early_releases_give_their_outputs(release, case):
+    """Among them: frozen ones, static scales per token, channels with a group size."""
+    config = json.loads((GOLDEN / release / "lifecycle.json").read_text())[case]
+    outputs = load_file(GOLDEN / release / "lifecycle-dense.safetensors")
+    model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)).eval()
+    compressor = ModelCompressor(QuantizationConfig.from_dict(config))
+    compressor.restore(model, GOLDEN / release / f"lifecycle-{case}.safetensors")
+    with torch.no_grad():
+        assert same_results(model(outputs["input"]), outputs[case])
 
 
 def test_weights_that_are_stored_dense_with_final_scales_load(tmp_path):

@@ -194,7 +194,7 @@ def sort_keys(value):
 SPARSE = sorted(
     path
     for path in (GOLDEN / "compressed_tensors").rglob("*.safetensors")
-    if not path.stem.endswith("dense") and path.stem != "quantized"
+    if not path.stem.endswith("dense") and not path.stem.startswith(("quantized", "lifecycle"))
 )
 
 

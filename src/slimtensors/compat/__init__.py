@@ -9,12 +9,16 @@ from slimtensors.compat.sparse_formats import (
 )
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig, SparsityConfig
 
+Sparse24BitMaskConfig = Sparse24BitmaskConfig
+"""The spelling of compressed-tensors."""
+
 if TYPE_CHECKING:
     from slimtensors.compat.compressor import ModelCompressor
 
 __all__ = [
     "BitmaskConfig",
     "ModelCompressor",
+    "Sparse24BitMaskConfig",
     "Sparse24BitmaskConfig",
     "SparsityConfig",
     "load_compressed",

@@ -18,7 +18,10 @@ from slimtensors.quantization.targets import Layer, find_layers
 
 
 def apply_quantization_config(
-    model: nn.Module, config: QuantizationConfig | None, *, show_progress: bool = True
+    model: nn.Module,
+    config: QuantizationConfig | None,
+    run_compressed: bool = False,
+    show_progress: bool = True,
 ) -> Report:
     """Prepare the layers that a config matches, in place, up to its `quantization_status`.
 
@@ -37,6 +40,8 @@ def apply_quantization_config(
     report = Report()
     if config is None:
         return report
+    if run_compressed:
+        raise ConfigError("run_compressed is not supported; use ModelCompressor.restore instead")
     if config.transform_config:
         raise ConfigError("transform_config is not supported; remove it or apply it beforehand")
     if config.quantization_status not in _REACHABLE:

@@ -154,7 +154,7 @@ class QuantizationArgs(PydanticMethods):
     def pytorch_dtype(self) -> torch.dtype:
         """Return the dtype of a code, as compressed-tensors does; 4- and 6-bit floats have none."""
         if self.dtype is torch.uint8:
-            raise NotImplementedError(f"torch has no dtype for floats of {self.num_bits} bits")
+            raise ConfigError(f"torch has no dtype for floats of {self.num_bits} bits")
         return self.dtype
 
     def to_dict(self) -> Json:

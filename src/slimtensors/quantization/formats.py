@@ -448,14 +448,15 @@ def _read_packed(
     packed = _read_words(parts, "weight_packed")
     shape = _read_shape(parts, packed)
     layouts = kernels.find_layouts(packed, args.num_bits, shape[-1])
-    if not args.symmetric and _packs_zero_point(args):
+    packs_zero_point = _packs_zero_point(args) and _is_packed(parts.get("weight_zero_point"))
+    if not args.symmetric and packs_zero_point:
         zeros = _read_words(parts, "weight_zero_point").transpose(-1, -2)
         layouts &= kernels.find_layouts(zeros, args.num_bits, shape[-2])
     layout = _choose_layout(layouts, args.num_bits, shape[-1], version)
     zero_point = None
     if not args.symmetric:
         zero_point = require_part(parts, "weight_zero_point")
-        if _packs_zero_point(args):
+        if packs_zero_point:
             words = zero_point.transpose(-1, -2)
             by_row = kernels.unpack_bits(words, args.num_bits, shape[-2], layout)
             zero_point = by_row.transpose(-1, -2).contiguous()
@@ -465,6 +466,11 @@ def _read_packed(
         return StoredWeight(packed, "packed", shape, params)
     codes = kernels.unpack_bits(packed, args.num_bits, shape[-1], layout)
     return StoredWeight(codes, "int", shape, params)
+
+
+def _is_packed(zero_point: Tensor | None) -> bool:
+    """Return True unless zero points are bytes, as in files of early releases."""
+    return zero_point is None or zero_point.dtype is not torch.int8
 
 
 def _packs_zero_point(args: QuantizationArgs) -> bool:

@@ -6,9 +6,11 @@ Made as `make.py` is, in the same environment, one process per release:
         venv/bin/pip install --no-deps --target ct/$v compressed-tensors==$v
         PYTHONPATH=ct/$v venv/bin/python make_quantized.py
     done
+    PYTHONPATH=ct/0.20.0 venv/bin/python make_quantized.py floats
 """
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,6 +52,15 @@ CASES = {
         {"num_bits": 3, "symmetric": False, **GROUP, "actorder": "group"},
     ),
     "w4-tensor-asym": ("pack-quantized", {"num_bits": 4, "symmetric": False}),
+}
+FLOATS = {
+    "mxfp6": ("mxfp6-pack-quantized", {"num_bits": 6, "type": "float", **MX}),
+    "fp8-tensor-asym": ("float-quantized", {**FP8, "symmetric": False}),
+    "fp8-block-asym": (
+        "float-quantized",
+        {**FP8, "symmetric": False, **BLOCK, "block_structure": [5, 32]},
+    ),
+    "nvfp4-32": ("nvfp4-pack-quantized", {**NVFP4, "group_size": 32}),
 }
 for bits in range(1, 9):
     CASES[f"w{bits}-group"] = ("pack-quantized", {"num_bits": bits, **GROUP})
@@ -108,9 +119,9 @@ def both_ways(name, state, scheme):
     return parts, compressor.decompress(parts, scheme)["weight"]
 
 
-def main():
+def main(cases, out):
     stored, dense, about = {}, {}, {}
-    for seed, (case, (name, options)) in enumerate(CASES.items()):
+    for seed, (case, (name, options)) in enumerate(cases.items()):
         ordered = "actorder" in options
         unread = name.startswith("mx") and RELEASE < (0, 15)
         misread = case == "fp8-block-ragged" and RELEASE < (0, 18)  # it guesses blocks of 5 rows
@@ -122,7 +133,6 @@ def main():
         parts, dense[case] = both_ways(name, params(weight(seed), args, ordered), scheme)
         stored |= {f"{case}.{suffix}": part.contiguous() for suffix, part in parts.items()}
         about[case] = {"format": name, "weights": scheme.model_dump(mode="json")["weights"]}
-    out = HERE / VERSION
     out.mkdir(exist_ok=True)
     save_file(stored, out / "quantized.safetensors")
     save_file(
@@ -131,4 +141,7 @@ def main():
     (out / "quantized.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
-main()
+if sys.argv[1:] == ["floats"]:
+    main(FLOATS, HERE / f"{VERSION}-floats")
+else:
+    main(CASES, HERE / VERSION)

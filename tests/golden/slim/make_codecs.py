@@ -199,6 +199,28 @@ def make_quantized() -> Content:
     return content
 
 
+def make_floats() -> Content:
+    """Return weights rounded to floats of 6 bits, and to floats with zero points."""
+    weight = normal(43, 12, 64, scale=0.1) + 0.05
+    eight = {"num_bits": 8, "type": "float", "symmetric": False}
+    cases: dict[str, dict[str, Any]] = {
+        "mxfp6": {"num_bits": 6, "type": "float", "group_size": 32, "scale_dtype": "torch.uint8"},
+        "fp8 tensor asym": eight,
+        "fp8 channel asym": {**eight, "group_size": -1},
+        "fp8 block asym": {**eight, "strategy": "block", "block_structure": [8, 32]},
+    }
+    content: Content = {}
+    for i, (key, args) in enumerate(cases.items()):
+        for packed in (True, False):
+            x = weight.to(FLOATS[(i + packed) % 3])
+            content[f"{key} {'packed' if packed else 'bytes'}"] = x, Plan(Quantized(args, packed))
+    stack = normal(44, 3, 6, 32, scale=0.1).bfloat16()
+    content["stack"] = stack, Plan(Quantized(cases["mxfp6"]))
+    six = Quantized(cases["mxfp6"], packed=False)
+    content["coded"] = weight, chain(six, q=Huffman())
+    return content
+
+
 def order_groups(weight: torch.Tensor, args: QuantizationArgs) -> Any:
     """Return codes whose groups are not contiguous."""
     order = torch.arange(weight.shape[1]).view(3, 16).T.reshape(-1)
@@ -233,6 +255,7 @@ FILES = {
     "coded": make_coded,
     "long": make_long,
     "quantized": make_quantized,
+    "floats": make_floats,
     "torch-quantized": make_torch_quantized,
 }
 

@@ -8,6 +8,9 @@ from independent.reader.tensor import (
 )
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FP6 = np.array(
+    [i / 8 if i < 16 else (8 + i % 8) * 2.0 ** (i // 8 - 4) for i in range(32)], np.float32
+)
 
 
 def decode(codec, parts, dtype, shape):
@@ -25,14 +28,17 @@ def decode(codec, parts, dtype, shape):
 
 
 def unpack_floats(q, shape, bits, packed):
-    """Return the numbers that 8-bit or 4-bit float codes stand for."""
+    """Return the numbers that float codes of 4, 6 or 8 bits stand for."""
     if bits == 8:
         return e4m3_to_float32(q.words())
     codes = q.words()
     if packed:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)
+        stream = np.unpackbits(codes, bitorder="little").reshape(-1, bits)
+        codes = stream @ (1 << np.arange(bits))
     check(len(codes) == np.prod(shape), "wrong number of codes")
-    return np.where(codes & 8, -1, 1).astype(np.float32) * _FP4[codes & 7]
+    sign = 1 << bits - 1
+    values = (_FP4 if bits == 4 else _FP6)[codes & sign - 1]
+    return np.where(codes & sign, -1, 1).astype(np.float32) * values
 
 
 def unpack_integers(words, bits, columns, *, crosses=True):
@@ -55,7 +61,7 @@ def decode_module(tensors, args, dtype):
     parts = {key.removeprefix("weight_"): x for key, x in tensors.items()}
     stored = parts.get("packed", parts.get("weight"))
     if args["type"] == "float":
-        columns = stored.shape[-1] * (2 if bits == 4 else 1)
+        columns = stored.shape[-1] * 8 // bits
         shape = (*stored.shape[:-1], columns)
         codes = unpack_floats(stored, shape, bits, packed=True)
     elif "packed" in parts:
@@ -90,8 +96,11 @@ def dequantize(codes, parts, args, dtype, shape):
     scale = spread(read_scale(parts), parts, args, shape)
     if "zero_point" in parts:
         zero = parts["zero_point"]
-        zeros = spread(zero.numbers().reshape(zero.shape), parts, args, shape)
-        codes = codes.astype(np.int32) - zeros
+        numbers = e4m3_to_float32(zero.words()) if zero.dtype == "float8_e4m3fn" else zero.numbers()
+        zeros = spread(numbers.reshape(zero.shape), parts, args, shape)
+        codes = codes.astype(scale.dtype) - zeros.astype(scale.dtype)
+        if parts["scale"].item_bytes > 1:  # the difference has the dtype of the scale
+            codes = from_numbers(parts["scale"].dtype, shape, codes).numbers().reshape(shape)
     product = codes.astype(scale.dtype) * scale
     if "global_scale" not in parts and parts["scale"].item_bytes > 1:
         product = from_numbers(parts["scale"].dtype, shape, product).numbers().reshape(shape)
