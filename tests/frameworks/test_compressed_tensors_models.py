@@ -11,8 +11,10 @@ from strategies import aligned, same_bits, same_results
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import slimtensors
 from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError, StatusError
+from slimtensors.folder import quantize_folder
 from slimtensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -380,11 +382,30 @@ def test_weights_that_are_stored_dense_with_final_scales_load(tmp_path):
     model = apply_theirs(make(), config, ours)
     state = dict(model.state_dict())
     assert "model.layers.0.mlp.up_proj.input_zero_point" in state
+    loaded = make()
+    apply_quantization_config(loaded, config)
+    loaded.load_state_dict(state)
+    assert torch.equal(logits(loaded), logits(model))
     again = make()
     ModelCompressor(config).restore(again, state)
     assert torch.equal(logits(again), logits(model))
     stored = ModelCompressor(config).compress(again)
     assert not any(name.endswith("zero_point") for name in stored)
+
+
+def test_scales_of_inputs_alone_are_loaded_with_the_state_dict():
+    scheme = QuantizationScheme(["Linear"], input_activations=QuantizationArgs(**FP8))
+    config = QuantizationConfig({"group_0": scheme}, ignore=["lm_head"])
+    ours = freeze(make(), config)
+    model = apply_theirs(make(), config, ours)
+    config.quantization_status = "frozen"
+    loaded = make()
+    for x in loaded.parameters():
+        x.data.zero_()
+    apply_quantization_config(loaded, config)
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(loaded), logits(ours))
 
 
 def test_scales_of_weights_are_loaded_before_freezing(tmp_path):
@@ -412,12 +433,39 @@ def test_nothing_to_quantize_changes_nothing(config):
     assert bool(report.notes) == (config is not None)
 
 
-def test_an_empty_group_keeps_its_layers_dense():
+def test_an_empty_group_keeps_its_layers_dense(tmp_path):
     groups = {"UNQUANTIZED": ["re:.*down_proj"], "W8A8": ["Linear"]}
     config = QuantizationConfig(groups, ignore=["lm_head"])
     ours = freeze(make(), config)
-    assert torch.equal(logits(ours), logits(apply_theirs(make(), config)))
-    assert same_bits(ours.model.layers[0].mlp.down_proj.weight, make().model.layers[0].mlp.down_proj.weight)  # noqa: E501  # fmt: skip
+    model = apply_theirs(make(), config)
+    assert torch.equal(logits(ours), logits(model))
+    state = ModelCompressor(config).compress(ours)
+    assert_same_tensors(state, save_theirs(model, tmp_path / "theirs"))
+    ours.save_pretrained(tmp_path, state_dict=state)
+    section, want = read_section(tmp_path), read_section(tmp_path / "theirs")
+    assert list(section["config_groups"].values()) == list(want["config_groups"].values())
+    assert set(section["ignore"]) == set(want["ignore"])
+
+
+@pytest.mark.parametrize("preset", ["MXFP6A16", "MXFP6A8", "UNQUANTIZED"])
+def test_folders_are_quantized_with_the_presets_of_0_20(preset, tmp_path):
+    """In both dialects, with a group that keeps its layers dense."""
+    dense, target = tmp_path / "dense", tmp_path / "target"
+    make().save_pretrained(dense)
+    groups = {preset: ["Linear"], "empty": {"targets": ["re:.*down_proj"]}}
+    config = QuantizationConfig(groups, ignore=["lm_head"])
+    if preset == "UNQUANTIZED":
+        with pytest.raises(ConfigError, match="quantizes nothing"):
+            quantize_folder(dense, target, config)
+        return
+    quantize_folder(dense, target, config)
+    model = apply_theirs(make(), config)
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert torch.equal(logits(loaded), logits(model))
+    quantize_folder(dense, tmp_path / "slim", config, dialect="slim")
+    weights = slimtensors.load(tmp_path / "slim")
+    for name, x in loaded.state_dict().items():
+        assert name not in weights or same_bits(weights[name], x), name
 
 
 @pytest.mark.parametrize("preset", ["W8A8", "FP8"])

@@ -145,11 +145,14 @@ class QuantizedLayers:
                 )
             _check_weight(layer, spec, args)
             groups[name] = group
-        for group in sorted(config.config_groups.keys() - set(groups.values())):
-            targets = ", ".join(config.config_groups[group].targets)
-            raise ConfigError(f"{group}: no layer matches {targets}, or all matches are ignored")
+        for group, scheme in sorted(config.config_groups.items()):
+            if group not in groups.values() and not scheme.is_empty:
+                targets = ", ".join(scheme.targets)
+                raise ConfigError(
+                    f"{group}: no layer matches {targets}, or all matches are ignored"
+                )
         if not groups:
-            raise ConfigError("the config matches no layer of this model")
+            raise ConfigError("the config quantizes nothing: all of its groups are empty")
         return cls(config, groups, unquantized)
 
     def choose_plain(self, name: str, x: Tensor) -> Choice:
@@ -170,6 +173,7 @@ class QuantizedLayers:
         groups = {
             name: replace(scheme, format=_stored_format(name, scheme, self.config))
             for name, scheme in self.config.config_groups.items()
+            if not scheme.is_empty
         }
         layers = {name.removesuffix(".weight"): group for name, group in self.groups.items()}
         unlisted = [x for x in self.unquantized if not matches_any(self.config.ignore, x, ())]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from slimtensors.errors import ConfigError
-from slimtensors.quantization.state import Quantization, get_quantization
+from slimtensors.quantization import formats
+from slimtensors.quantization.config import QuantizationStatus
+from slimtensors.quantization.state import ACTIVATION_SUFFIXES, Quantization, get_quantization
 
 
 def attach_hooks(layer: nn.Module, state: Quantization) -> None:
@@ -18,6 +20,7 @@ def attach_hooks(layer: nn.Module, state: Quantization) -> None:
     layer.quantization = state
     layer.quantization_scheme = state.plan.scheme  # type: ignore[assignment]
     layer.quantization_status = state.status  # type: ignore[assignment]
+    state.hooks.append(layer.register_load_state_dict_pre_hook(_load_scales))  # type: ignore[no-untyped-call]
     if state.plan.has_stacked_experts:
         return  # activations between experts cannot be hooked
     if "k" in state.plan.activations:
@@ -26,6 +29,24 @@ def attach_hooks(layer: nn.Module, state: Quantization) -> None:
         state.hooks.append(layer.register_forward_pre_hook(_quantize_input, with_kwargs=True))
     if "output" in state.plan.activations:
         state.hooks.append(layer.register_forward_hook(_quantize_output))
+
+
+def _load_scales(
+    layer: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object
+) -> None:
+    """Load scales that a state dict has beside a dense weight, and round the weight to them."""
+    state = _get_state(layer)
+    names = (*formats.SUFFIXES, *ACTIVATION_SUFFIXES)
+    found = {
+        name: state_dict[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state_dict
+    }
+    if state.status is not QuantizationStatus.FROZEN or found.keys() <= {"weight"}:
+        return
+    state.load_stored(layer, found, version=None)
+    for name in found.keys() - {"weight"}:
+        del state_dict[f"{prefix}{name}"]
+    for weight in state.plan.weights:
+        state_dict[f"{prefix}{weight.parameter}"] = state.dense_weight(weight)
 
 
 def detach_hooks(layer: nn.Module) -> None:

@@ -26,6 +26,13 @@ from slimtensors.tensor import Parts
 
 _LOG = logging.getLogger(__name__)
 
+ACTIVATION_SUFFIXES = tuple(
+    f"{activation}_{param}"
+    for activation in ("input", "output", "q", "k", "v")
+    for param in ("scale", "zero_point", "global_scale")
+)
+"""Suffixes of the tensors that are stored for static activations."""
+
 
 @dataclass
 class Report:

@@ -21,6 +21,7 @@ from slimtensors.quantization.config import LAYOUT, QuantizationConfig, Quantiza
 from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.quantization.state import (
+    ACTIVATION_SUFFIXES,
     LayerPlan,
     Quantization,
     Report,
@@ -41,11 +42,6 @@ from slimtensors.tensor import Spec
 
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
-_ACTIVATION_SUFFIXES = tuple(
-    f"{activation}_{param}"
-    for activation in ("input", "output", "q", "k", "v")
-    for param in ("scale", "zero_point", "global_scale")
-)
 
 
 def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
@@ -82,8 +78,10 @@ def describe_config(model: nn.Module, config: QuantizationConfig) -> Quantizatio
     groups = {
         name: replace(group, format=stored.get(name, "dense"))
         for name, group in config.config_groups.items()
+        if not group.is_empty or _is_empty(config)
     }
     unlisted = [x for x in _list_routers(model) if not matches_any(config.ignore, x, ("Linear",))]
+    unlisted += _list_layers(model, config, config.config_groups.keys() - groups.keys())
     return replace(
         config,
         config_groups=make_disjoint(groups, layers, patterns),
@@ -163,7 +161,7 @@ def restore_model(
                 f"{plan.name}: only transformers can stack experts; "
                 "use from_pretrained(None, config=…, state_dict=compressor.decompress(…))"
             )
-        keys = {name: plan.key(name) for name in (*formats.SUFFIXES, *_ACTIVATION_SUFFIXES)}
+        keys = {name: plan.key(name) for name in (*formats.SUFFIXES, *ACTIVATION_SUFFIXES)}
         tensors = {name: rest.pop(key) for name, key in keys.items() if key in rest}
         quantization.load_stored(module, tensors, config.version)
         weights |= {plan.key(weight.parameter) for weight in plan.weights}
@@ -179,7 +177,7 @@ def load_pretrained_quantization_parameters(
     With `load_weight_qparams`, also those of weights, which freezing then uses. Raise
     `CorruptFileError` if a scale is missing, `StatusError` if a weight is already frozen.
     """
-    names = (*formats.SUFFIXES, *_ACTIVATION_SUFFIXES)
+    names = (*formats.SUFFIXES, *ACTIVATION_SUFFIXES)
     with Archive(model_name_or_path) as archive:
         for module in model.modules():
             if (state := get_quantization(module)) is None:
@@ -224,7 +222,7 @@ def find_dense_shape(
 def is_quantization_part(name: str, layers: Mapping[str, Collection[str]]) -> bool:
     """Return True if a tensor is a part of a quantized layer, or a scale of activations."""
     layer, _, suffix = name.rpartition(".")
-    return suffix in _ACTIVATION_SUFFIXES or suffix in layers.get(layer, {})
+    return suffix in ACTIVATION_SUFFIXES or suffix in layers.get(layer, {})
 
 
 def find_scheme(
@@ -399,6 +397,19 @@ def _find_expert_rows(
         if x.dim() != 2 or x.shape[1] != 2:
             raise ConfigError(f"{name}: transposed in checkpoints; leave it unquantized")
     return {layer.removesuffix(".weight"): x[:, 0] for layer, x in converted.items()}
+
+
+def _list_layers(
+    model: nn.Module, config: QuantizationConfig, groups: Collection[str]
+) -> list[str]:
+    """Return the names of the layers of some groups."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if list_weights(module)
+        and find_group(config.config_groups, config.ignore, name, list_class_names(module))
+        in groups
+    ]
 
 
 def _convert_for_saving(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
