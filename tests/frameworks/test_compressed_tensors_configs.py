@@ -147,6 +147,9 @@ CONFIGS = [
     {"config_groups": {"a": 3}},
     {"config_groups": {}, "quantization_status": "calibrated"},
     {"config_groups": {}, "global_compression_ratio": 2.5},
+    {"config_groups": {"a": {"targets": [], "weights": {**INT4, "observer": "imatrix_mse"}}}},
+    {"config_groups": {}, "kv_cache_scheme": ["num_bits"]},
+    {"config_groups": {}, "ignore": "lm_head"},
 ]
 
 

@@ -118,14 +118,12 @@ class QuantizationArgs(PydanticMethods):
         if self.group_size is not None and type(self.group_size) is not int:
             raise ConfigError(f"group_size must be an integer, got {self.group_size!r}")
         strategy = self.strategy or _imply_strategy(self.group_size)
-        order: Any = self.actorder or None
-        order = ActivationOrdering.GROUP if order is True else order
         parsed = {
             "type": _parse_choice(QuantizationType, self.type, "type"),
             "strategy": _parse_choice(QuantizationStrategy, strategy, "strategy"),
             "block_structure": _parse_block(self.block_structure),
             "dynamic": _parse_dynamic(self.dynamic),
-            "actorder": order and _parse_choice(ActivationOrdering, order, "actorder"),
+            "actorder": _parse_order(self.actorder),
             "scale_dtype": _parse_dtype(self.scale_dtype, "scale_dtype"),
             "zp_dtype": _parse_dtype(self.zp_dtype, "zp_dtype"),
             "observer_kwargs": {} if self.observer_kwargs is None else self.observer_kwargs,
@@ -179,7 +177,7 @@ class QuantizationArgs(PydanticMethods):
         return {key: value for key, value in data.items() if key not in exclude}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any] | Self) -> Self:
         """Parse the JSON form of any release of compressed-tensors.
 
         Raise `ConfigError` on unknown keys, with the nearest valid one.
@@ -263,6 +261,12 @@ def _parse_choice(kind: type[E], value: Any, key: str) -> E:
         return kind(text)
     except ValueError:
         raise ConfigError(f"unknown {key} {value!r}; {suggest(text, list(kind))}") from None
+
+
+def _parse_order(value: Any) -> ActivationOrdering | None:
+    if value is None or type(value) is bool:
+        return ActivationOrdering.GROUP if value else None
+    return _parse_choice(ActivationOrdering, value, "actorder")
 
 
 def _parse_dynamic(value: Any) -> bool | str:

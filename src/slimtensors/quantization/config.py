@@ -104,8 +104,10 @@ class QuantizationConfig(PydanticMethods):
         self.config_groups = {name: _parse_group(name, x) for name, x in self.config_groups.items()}
         self.quantization_status = _parse_status(self.quantization_status)
         self.format = to_text(self.format or DEFAULT_QUANTIZATION_FORMAT)
+        if isinstance(self.ignore, str):
+            raise ConfigError(f"ignore must be a list of names, got {self.ignore!r}")
         self.ignore = list(self.ignore or ())
-        if isinstance(self.kv_cache_scheme, Mapping):
+        if self.kv_cache_scheme is not None:
             self.kv_cache_scheme = QuantizationArgs.from_dict(self.kv_cache_scheme)
 
     @classmethod
@@ -232,8 +234,10 @@ class QuantizationConfig(PydanticMethods):
         self.quantization_status = max(self.quantization_status, config.quantization_status)
 
     def requires_calibration_data(self) -> bool:
-        """Return True if llm-compressor needs data: for static activations, or for any cache."""
-        return self.kv_cache_scheme is not None or self.needs_data
+        """Return True if llm-compressor needs data: as `needs_data`, but also for any cache."""
+        weights = [scheme.weights for scheme in self.config_groups.values()]
+        by_importance = any(args is not None and args.observer == "imatrix_mse" for args in weights)
+        return self.kv_cache_scheme is not None or by_importance or self.needs_data
 
     @property
     def has_activations(self) -> bool:

@@ -181,6 +181,8 @@ class QuantizationScheme(PydanticMethods):
         """Parse the JSON form of compressed-tensors 0.20."""
         if isinstance(data, cls):
             return data
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"expected a quantization scheme, got {str(data)[:80]!r}")
         known = {entry.name for entry in fields(cls)}
         for key in data.keys() - known:
             raise ConfigError(f"unknown key {key!r} in a config group; {suggest(key, known)}")

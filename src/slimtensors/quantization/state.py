@@ -113,8 +113,9 @@ class Quantization(nn.Module):
         if self.status not in _QUANTIZED or not enabled:
             return x
         if not args.dynamic:
-            return fake_quantize(x, self._get_activation_params(which), args)
-        global_scale = getattr(self, f"{which}_global_scale", None)
+            zero = getattr(self, f"{which}_zero_point", None)
+            return fake_quantize(x, Params(self._get_scale(f"{which}_scale"), zero), args)
+        global_scale = self._get_scale(f"{which}_global_scale") if args.dynamic == "local" else None
         return fake_quantize(x, find_dynamic_params(x, args, global_scale=global_scale), args)
 
     def freeze(self, layer: nn.Module, *, requires_data: bool = True) -> None:
@@ -189,14 +190,13 @@ class Quantization(nn.Module):
 
     def set_status(self, layer: nn.Module, status: QuantizationStatus) -> None:
         """Change the status, here and where scripts for compressed-tensors expect it."""
-        if QuantizationStatus.COMPRESSED in (status, self.status):
-            tensors = self.tensors()
-            self.status = status
+        tensors, was_compressed = self.tensors(), self.status is QuantizationStatus.COMPRESSED
+        self.status = layer.quantization_status = status  # type: ignore[assignment]
+        if was_compressed or status is QuantizationStatus.COMPRESSED:
             self.set_tensors(tensors)
-            if status is not QuantizationStatus.COMPRESSED:
-                self._decode_params()
-        self.status = status
-        layer.quantization_status = status  # type: ignore[assignment]
+        if was_compressed:
+            for weight in self.plan.weights:
+                self._set_stored(weight, select_parts(weight, tensors))
 
     def dense_weight(self, weight: Weight) -> Tensor:
         """Return a weight of the layer, decompressed from its stored tensors."""
@@ -214,11 +214,6 @@ class Quantization(nn.Module):
     @property
     def _format(self) -> formats.Format:
         return formats.find(self.plan.format)
-
-    def _decode_params(self) -> None:
-        for weight in self.plan.weights:
-            parts = select_parts(weight, dict(self.named_buffers(recurse=False)))
-            self._set_stored(weight, parts)
 
     def _set_stored(self, weight: Weight, parts: Mapping[str, Tensor]) -> None:
         """Register the stored tensors of a weight, its params decoded."""
@@ -268,14 +263,14 @@ class Quantization(nn.Module):
         low = torch.stack([low for low, _ in others]).amin(0)
         return low, torch.stack([high for _, high in others]).amax(0)
 
-    def _get_activation_params(self, which: str) -> Params:
-        scale: Tensor | None = getattr(self, f"{which}_scale", None)
+    def _get_scale(self, name: str) -> Tensor:
+        scale: Tensor | None = getattr(self, name, None)
         if scale is None:
             raise StatusError(
-                f"{self.plan.name}: {which}_scale is not set; load it, for example by"
+                f"{self.plan.name}: {name} is not set; load it, for example by"
                 " load_pretrained_quantization_parameters, or calibrate before freezing"
             )
-        return Params(scale, getattr(self, f"{which}_zero_point", None))
+        return scale
 
 
 _QUANTIZED = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)

@@ -329,6 +329,7 @@ def _find_only_class_group(config: QuantizationConfig) -> str | None:
     class_targets = {
         name: {t for t in scheme.targets if not t.startswith("re:") and "." not in t}
         for name, scheme in config.config_groups.items()
+        if scheme.weights is not None
     }
     by_class = {name: classes for name, classes in class_targets.items() if classes}
     if len(by_class) > 1 or any(classes - {"Linear"} for classes in by_class.values()):

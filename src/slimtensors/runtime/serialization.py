@@ -161,7 +161,7 @@ def _read_int(x: Encoded, each: Each) -> QuantizedTensor | None:
 
 def _read_quantized(x: Encoded, each: Each) -> QuantizedTensor | None:
     assert isinstance(x.codec, Quantized)
-    args = QuantizationArgs.from_dict(x.codec.args)  # type: ignore[arg-type]
+    args = QuantizationArgs.from_dict(x.codec.args)
     if args.dtype is torch.uint8 and not x.codec.packed:
         return None
     codes = x.parts["q"]
