@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,36 @@ def test_configs_are_accepted_and_written_as_by_theirs(values):
     assert have.to_dict().items() >= json.loads(want.model_dump_json()).items()
 
 
+def test_copies_and_dtypes_of_arguments_are_theirs():
+    for library in (ours, theirs):
+        args = library.QuantizationArgs(group_size=128)
+        copied = args.model_copy(update={"num_bits": 4})
+        assert (copied.num_bits, copied.group_size, args.num_bits) == (4, 128, 8)
+        assert args.pytorch_dtype() is torch.int8
+        assert library.QuantizationArgs(type="float").pytorch_dtype() is torch.float8_e4m3fn
+        local = library.DynamicType.LOCAL
+        args = library.QuantizationArgs(strategy="tensor_group", group_size=16, dynamic=local)
+        assert args.dynamic == "local"
+        four = library.QuantizationArgs(num_bits=4, type="float", group_size=16)
+        with pytest.raises(REFUSED):
+            four.pytorch_dtype()
+
+
+def test_stricter_than_theirs_on_purpose():
+    with pytest.raises(ConfigError, match="did you mean 'config_groups'"):
+        ours.QuantizationConfig.model_validate({"config_groups": {}, "config_group": {}})
+    assert theirs.QuantizationConfig.model_validate({"config_groups": {}, "config_group": {}})
+    with pytest.raises(ConfigError, match="num_bits 16 is not supported"):
+        ours.QuantizationArgs(num_bits=16)
+    assert theirs.QuantizationArgs(num_bits=16)
+    with pytest.raises(ConfigError, match="cannot be quantized dynamically"):
+        ours.QuantizationScheme(["Linear"], weights={"dynamic": True})
+    with pytest.raises(ConfigError, match="group requires dynamic=True"):
+        ours.QuantizationScheme(["Linear"], input_activations={"group_size": 8})
+    with pytest.raises(FrozenInstanceError):
+        ours.QuantizationArgs().num_bits = 4
+
+
 def test_a_config_without_ignore_is_accepted():
     assert ours.QuantizationConfig({}, ignore=None).ignore == []
 
@@ -278,6 +309,25 @@ def test_functions_on_tensors_give_their_results(shared, shape, over, symmetric,
         strict=True,
     ):
         assert same_bits(have, limit)
+
+
+def test_where_their_functions_are_wrong_ours_differ():
+    zeros, ones = torch.zeros(3, 1), torch.ones(3, 1)
+    options = {"type": "float", "symmetric": False, "strategy": "channel"}
+    args, their_args = ours.QuantizationArgs(**options), theirs.QuantizationArgs(**options)
+    assert ours.calculate_qparams(zeros, zeros, args)[1].float().tolist() == zeros.tolist()
+    assert their_utils.calculate_qparams(zeros, zeros, their_args)[1].isnan().all()
+    assert ours.dequantize(ones, ones, args=args, dtype=torch.float16).dtype is torch.float16
+    want = theirs.dequantize(ones, ones, args=their_args, dtype=torch.float16)
+    assert want.dtype is torch.float32  # although asked for another
+    options = {"num_bits": 4, "type": "float", "group_size": 64, "scale_dtype": torch.uint8}
+    args, their_args = ours.QuantizationArgs(**options), theirs.QuantizationArgs(**options)
+    scale, zero = ours.calculate_qparams(-ones / 8, ones / 8, args)
+    assert (
+        ours.fake_quantize(ones.expand(3, 64) / 8, scale, zero, args).tolist() == [[1 / 8] * 64] * 3
+    )
+    their_scale, _ = their_utils.calculate_qparams(-ones / 8, ones / 8, their_args)
+    assert not theirs.fake_quantize(ones.expand(3, 64) / 8, their_scale, None, their_args).any()
 
 
 def test_dequantize_without_arguments_is_refused_as_by_theirs():

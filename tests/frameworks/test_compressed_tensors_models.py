@@ -197,8 +197,11 @@ def test_an_attention_target_quantizes_queries_keys_and_values(
     assert not torch.equal(logits(ours), logits(cache))
     state = ModelCompressor(config).compress(ours)
     ours.save_pretrained(tmp_path, state_dict=dict(state))
-    if attention == "sdpa":  # with eager attention, theirs raises KeyError
-        model = apply_theirs(make(attention), config, ours)
+    model = apply_theirs(make(attention), config, ours)
+    if attention == "eager":
+        with pytest.raises(KeyError):
+            logits(model)
+    else:
         assert torch.equal(logits(model), logits(ours))
         want = save_theirs(model, tmp_path / "theirs")
         zeros = [want.pop(f"model.layers.0.self_attn.{x}_zero_point") for x in "qkv"]
@@ -436,6 +439,21 @@ def test_nothing_to_quantize_changes_nothing(config):
     assert torch.equal(logits(model), want)
     assert not is_model_quantized(model)
     assert bool(report.notes) == (config is not None)
+
+
+def test_configs_that_load_differently_elsewhere_are_refused():
+    overlapping = QuantizationConfig({"W8A8": ["re:.*proj"], "W4A16": ["re:.*mlp.*"]})
+    with pytest.raises(ConfigError, match="the groups W4A16 and W8A8 both match"):
+        apply_quantization_config(make(), overlapping)
+    unmatched = QuantizationConfig({"W8A8": ["re:.*convolution"]})
+    with pytest.raises(ConfigError, match="no layer of the model matches"):
+        apply_quantization_config(make(), unmatched)
+    with pytest.raises(ConfigError, match="run_compressed"):
+        apply_quantization_config(make(), config_of("W8A8"), run_compressed=True)
+    model, config = make(), config_of("W8A8", quantization_status="calibration")
+    apply_quantization_config(model, config)
+    with pytest.raises(StatusError, match="already calibration"):
+        apply_quantization_config(model, config)
 
 
 def test_an_empty_group_keeps_its_layers_dense(tmp_path):
