@@ -47,6 +47,7 @@ def test_older_spellings_are_accepted():
         {"num_bits": 3, "type": "float"},
         {"type": "complex"},
         {"type": "float", "num_bits": 4, "group_size": 16, "symmetric": False},
+        {"type": "float", "group_size": 32, "symmetric": False, "scale_dtype": "uint8"},
         {"strategy": "group"},
         {"strategy": "block", "block_structure": [1, 2], "group_size": 16},
         {"group_size": 0},

@@ -171,17 +171,26 @@ def test_model_loads_into_meta_with_the_same_outputs(tmp_path):
             8, "float", block_structure=[16, 16], strategy="block")),
         ("nvfp4-pack-quantized", QuantizationArgs(
             4, "float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn)),
+        ("float-quantized", QuantizationArgs(8, "float", group_size=-1, symmetric=False)),
         ("mxfp4-pack-quantized", QuantizationArgs(
             4, "float", strategy="group", group_size=32, scale_dtype=torch.uint8)),
+        ("mxfp6-pack-quantized", QuantizationArgs(
+            6, "float", strategy="group", group_size=32, scale_dtype=torch.uint8)),
     ],
 )  # fmt: skip
-def test_from_module_equals_the_dense_weight(format, args):
+def test_from_module_equals_the_dense_weight(format, args, tmp_path):
     weight = matrix(64, 64)
     stored_format = formats.find(format)
     parts = stored_format.compress(weight, find_params(weight, args), args)
     compressed = from_module(parts, format, args)
     assert same_bits(compressed.dequantize(), stored_format.decompress(parts, args))
     assert compressed.dtype is torch.bfloat16
+    inputs = matrix(3, 64)
+    want = torch.nn.functional.linear(inputs, compressed.dequantize())
+    assert same_results(torch.nn.functional.linear(inputs, compressed), want)
+    slimtensors.save({"weight": compressed}, tmp_path / "stored.safetensors")
+    back = slimtensors.load(tmp_path / "stored.safetensors")["weight"]
+    assert same_bits(back, compressed.dequantize())
     if "weight_packed" in parts and args.num_bits == 4:
         assert compressed.codes.data_ptr() == parts["weight_packed"].data_ptr()
     x = torch.randn(2, 64).bfloat16()

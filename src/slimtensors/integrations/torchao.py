@@ -137,7 +137,8 @@ def _to_torchao_tensor(name: str, x: QuantizedTensor) -> Tensor:
         QuantizationStrategy.GROUP: [1, args.group_size or 0],
     }
     block = blocks.get(args.strategy) if args.strategy else None
-    if block is None or x.g_idx is not None or args.dtype is torch.uint8:
+    shifted = args.type is QuantizationType.FLOAT and not args.symmetric
+    if block is None or x.g_idx is not None or args.dtype is torch.uint8 or shifted:
         raise ConfigError(f"{name}: torchao does not support {x.describe()}; dequantize it first")
     if args.type is QuantizationType.FLOAT:
         _check_no_inputs(name, inputs)

@@ -207,8 +207,10 @@ class QuantizationArgs(PydanticMethods):
         supported = _INT_BITS if self.type is QuantizationType.INT else _FLOAT_BITS
         if type(bits) is not int or bits not in supported:
             raise ConfigError(f"num_bits {bits!r} is not supported for type {self.type}")
-        if self.type is QuantizationType.FLOAT and bits < 8 and not self.symmetric:
-            raise ConfigError(f"floats of {bits} bits support symmetric=True only")
+        if self.type is QuantizationType.FLOAT and not self.symmetric and (bits < 8 or self.is_mx):
+            raise ConfigError(
+                "floats of 4 or 6 bits, or with scale_dtype uint8, support symmetric=True only"
+            )
         self._check_strategy()
 
     def _check_strategy(self) -> None:

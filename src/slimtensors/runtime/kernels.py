@@ -124,7 +124,8 @@ def _find_core_arguments(
     bytewise = codes.dtype in (torch.int8, torch.float8_e4m3fn)
     nibbles = codes.dtype is torch.int32 and args.num_bits == 4
     wide = bytewise or channel or not (args.group_size or 0) % _GROUP_MULTIPLE
-    simple = params.g_idx is None and params.global_scale is None and args.zp_dtype is None
+    integral = params.zero_point is None or args.zero_dtype is torch.int8
+    simple = params.g_idx is None and params.global_scale is None and integral
     matrix = codes.dim() == 2 and codes.is_contiguous() and params.scale.is_contiguous()
     if not ((channel or grouped) and (bytewise or nibbles) and wide and simple and matrix):
         return None

@@ -63,7 +63,7 @@ def to_encoded(x: CompressedTensor) -> Encoded:
     args, zero = x.config.args, x.zero_point
     params: dict[str, Tensor | None] = {
         "scale": x.scale,
-        "zero_point": zero if zero is None else zero.to(args.zp_dtype or torch.int8),
+        "zero_point": zero if zero is None else zero.to(args.zero_dtype),
         "global_scale": x.global_scale,
         "g_idx": x.g_idx,
     }
