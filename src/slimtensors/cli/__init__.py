@@ -1,6 +1,7 @@
 """The command line: one file per verb, imported when the verb is used."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,6 +36,9 @@ VERBS = {
 
 NO, USAGE, DAMAGED, MISSING, INTERRUPTED = 1, 2, 3, 4, 130
 
+_NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when transformers imports torchao."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
@@ -43,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     words = sys.argv[1:] if arguments is None else list(arguments)
     verb = next((word for word in words if not word.startswith("-")), None)
     try:
