@@ -9,6 +9,7 @@ from strategies import same_bits
 
 import slimtensors
 from slimtensors.cli import main
+from slimtensors.folder.config_json import parse_sparsity
 
 DIALECTS = ["slim", "compressed-tensors"]
 GOLDEN_CONFIG = {"model_type": "llama"}
@@ -85,8 +86,8 @@ def test_a_slim_folder_is_described_in_its_config(tmp_path):
     assert section["codecs"] == {"bitmask(values=huffman)": 4}
     assert 3 < section["bits_per_weight"] < 8
     assert found["sparsity_config"].keys() == {"format", "sparsity_structure", "global_sparsity"}
-    assert found["sparsity_config"]["format"] == "sparse-bitmask"
-    assert 0.7 < found["sparsity_config"]["global_sparsity"] < 0.9
+    assert found["sparsity_config"]["format"] == "sparse_bitmask"
+    assert 0.7 < float(found["sparsity_config"]["global_sparsity"]) < 0.9
     assert {key: found[key] for key in CONFIG} == CONFIG
 
 
@@ -94,7 +95,10 @@ def test_a_compressed_tensors_config_has_what_its_loaders_expect(tmp_path):
     small, _ = round_trip(write_folder(tmp_path / "model"), tmp_path, "compressed-tensors")
     found = config(small)
     assert found["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert found["quantization_config"]["sparsity_config"] == found["sparsity_config"]
+    section = found["quantization_config"]["sparsity_config"]
+    assert section["format"] == "sparse-bitmask"
+    assert parse_sparsity(section) == parse_sparsity(found["sparsity_config"])
+    assert "slimtensors" in found["transformers_weights"], "a sentence that stops other loaders"
 
 
 def test_a_2_of_4_sparse_folder_is_described_in_its_config(tmp_path):
@@ -103,9 +107,9 @@ def test_a_2_of_4_sparse_folder_is_described_in_its_config(tmp_path):
     source = write_folder(tmp_path / "model", table={"a.weight": x, "b.weight": x.clone()})
     small, back = round_trip(source, tmp_path, "slim", "--preset", "sparse")
     assert config(small)["sparsity_config"] == {
-        "format": "sparse-24-bitmask",
+        "format": "sparse_24_bitmask",
         "sparsity_structure": "2:4",
-        "global_sparsity": 0.5,
+        "global_sparsity": "0.5",
     }
     assert config(back) == CONFIG
 

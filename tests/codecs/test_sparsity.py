@@ -72,16 +72,17 @@ def test_a_model_has_the_structure_that_all_its_sparse_matrices_share():
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"),
+    ("form", "kind", "parsed"),
     [
-        ("sparse-bitmask", BitmaskConfig),
-        ("sparse_bitmask", BitmaskConfig),
-        ("sparse-24-bitmask", Sparse24BitmaskConfig),
-        ("dense_sparsity", SparsityConfig),
-        ("dense", SparsityConfig),
+        ("sparse-bitmask", BitmaskConfig, "sparse-bitmask"),
+        ("sparse_bitmask", BitmaskConfig, "sparse-bitmask"),
+        ("sparse-24-bitmask", Sparse24BitmaskConfig, "sparse-24-bitmask"),
+        ("sparse_24_bitmask", Sparse24BitmaskConfig, "sparse-24-bitmask"),
+        ("dense_sparsity", SparsityConfig, "dense_sparsity"),
+        ("dense", SparsityConfig, "dense"),
     ],
 )
-def test_sparsity_config_sections_of_other_libraries_are_read(form, kind):
+def test_sparsity_config_sections_of_other_libraries_are_read(form, kind, parsed):
     section = {"format": form, "global_sparsity": "0.5", "targets": ["Linear"], "ignore": None}
     config = parse_sparsity(section)
-    assert (type(config), config.format, config.global_sparsity) == (kind, form, 0.5)
+    assert (type(config), config.format, config.global_sparsity) == (kind, parsed, 0.5)

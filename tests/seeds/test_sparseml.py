@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tiny_models import TOKENS, llama, pruned, same_weights
 from transformers import AutoModelForCausalLM
 
@@ -118,6 +119,11 @@ def codecs(folder):
     return {t.codec for t in slimtensors.inspect(folder).tensors}
 
 
+def suffixes(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name.rpartition(".")[2] for name in file.keys()}  # noqa: SIM118
+
+
 def model_of(folder, path):
     return run(LOAD, {"model_kwargs": {"dtype": torch.float32}}, COMPRESSED_MODEL=path)
 
@@ -131,9 +137,10 @@ def test_an_explicit_config_is_saved_with_the_model(sparse, folder):
     run(SAVE_EXPLICIT, names, SAVE=folder / "small")
     assert "bitmask" in codecs(folder / "small")
     section = config(folder / "small")["sparsity_config"]
-    assert section["format"] == "sparse-bitmask"
+    assert section["format"] == "sparse_bitmask"
     assert section["sparsity_structure"] == "unstructured"
-    assert 0.55 < section["global_sparsity"] < 0.65
+    assert 0.55 < float(section["global_sparsity"]) < 0.65
+    assert {"bitmask", "compressed", "row_offsets", "shape"} <= suffixes(folder / "small")
     assert same_weights(model_of(folder, folder / "small")["model"], sparse)
 
 
@@ -141,7 +148,8 @@ def test_a_config_is_inferred(sparse, folder):
     names = model_of(folder, folder / "sparse") | {"output_dir": folder / "small"}
     run(SAVE_INFERRED, names)
     assert "bitmask" in codecs(folder / "small")
-    assert config(folder / "small")["sparsity_config"]["format"] == "sparse-bitmask"
+    assert config(folder / "small")["sparsity_config"]["format"] == "sparse_bitmask"
+    assert {"bitmask", "compressed", "row_offsets", "shape"} <= suffixes(folder / "small")
 
 
 def test_dense_weights_are_described(sparse, folder):

@@ -98,9 +98,9 @@ def test_config_json_says_format_structure_and_sparsity(weight, tmp_path, dialec
     config = json.loads((tmp_path / "small" / "config.json").read_text())
     zeros = (weight == 0).sum().item() / weight.numel()
     assert config["sparsity_config"] == {
-        "format": "sparse-bitmask",
+        "format": "sparse_bitmask",
         "sparsity_structure": "unstructured",
-        "global_sparsity": round(zeros, 4),
+        "global_sparsity": str(round(zeros, 4)),
     }
     assert BitmaskConfig.from_dict(config["sparsity_config"]).global_sparsity > 0.5
     with safe_open(tmp_path / "small" / "model.safetensors", "pt") as file:

@@ -74,7 +74,7 @@ def test_the_sample_runs_and_keeps_the_structure(pruned24, tmp_path, monkeypatch
             assert torch.equal(a == 0, b == 0), name
     assert moved > 10_000
     config = json.loads((tmp_path / "output" / "config.json").read_text())
-    assert config["sparsity_config"]["format"] == "sparse-24-bitmask"
+    assert config["sparsity_config"]["format"] == "sparse_bitmask"
     assert config["sparsity_config"]["sparsity_structure"] == "2:4"
-    assert "bitmask24" in {t.codec for t in slimtensors.inspect(tmp_path / "output").tensors}
+    assert "bitmask" in {t.codec for t in slimtensors.inspect(tmp_path / "output").tensors}
     assert (tmp_path / "output" / "recipe.yaml").exists()

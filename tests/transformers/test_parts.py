@@ -78,10 +78,13 @@ def test_folders_of_every_release_load(tmp_path, make, short_names, config):
     assert same_weights(loaded, model)
 
 
-def test_sparse_folders_in_parts_are_saved_in_the_slim_dialect(tmp_path):
+def test_sparse_folders_in_parts_are_saved_in_parts(tmp_path):
     model = llama()
-    loaded = SparseAutoModelForCausalLM.from_pretrained(sparse_folder(model, tmp_path))
+    folder = sparse_folder(model, tmp_path)
+    loaded = SparseAutoModelForCausalLM.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "again")
+    want = load_file(folder / "model.safetensors")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == want.keys()
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
 
 

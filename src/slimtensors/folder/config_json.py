@@ -31,6 +31,8 @@ METHOD = "slimtensors"
 """`quant_method` of folders that only slimtensors reads."""
 COMPRESSED_TENSORS = "compressed-tensors"
 """`quant_method` of folders that compressed-tensors reads."""
+FORMER_METHODS = ("sparseml", "compressed_tensors")
+"""Names that SparseML and early tools gave to the `quant_method` of compressed-tensors."""
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _SPARSITY_KEY = "sparsity_config"
@@ -43,6 +45,16 @@ HOW_TO_LOAD = (
 )
 """Note in our section for users who load a compressed folder without slimtensors."""
 
+_STOP_KEY = "transformers_weights"
+"""Key of `config.json`: the file of weights that transformers loads, and never saves again.
+
+Weights in parts have other names than those of the model, so that a loader that does not support
+them would use random weights. A sentence in place of a file name stops it.
+"""
+_LOAD_PARTS = (
+    "sparse weights in parts: load them with SparseAutoModel of slimtensors.transformers, or write"
+    " the plain files again with `slimtensors decompress`"
+)
 _SPARSE_ONLY = {"quant_method", "version", _SPARSITY_KEY, "transform_config", "before"}
 """Keys of a section of compressed-tensors for weights that are sparse but not quantized."""
 
@@ -162,15 +174,31 @@ def read_quantization_section(config: Json) -> Json:
     return next(filter(None, read_quantization_sections(config).values()), {})
 
 
+def read_method(section: Json) -> str:
+    """Return the `quant_method` of a section, `compressed-tensors` for its former names."""
+    method = str(section.get("quant_method") or COMPRESSED_TENSORS)
+    return COMPRESSED_TENSORS if method in FORMER_METHODS else method
+
+
 def read_sparsity_section(config: Json) -> Json:
-    """Return the section `sparsity_config`; empty if there is none."""
-    section = config.get(_SPARSITY_KEY)
-    return section if isinstance(section, dict) else {}
+    """Return `sparsity_config`, at the top level or in another section; empty if not found."""
+    for data in (config, read_quantization_section(config)):
+        if isinstance(section := data.get(_SPARSITY_KEY), dict) and section:
+            return section
+    return {}
 
 
 def remove_sections(config: Json) -> Json:
     """Return `config` without any section that describes weights."""
-    return {key: value for key, value in config.items() if key not in _SECTIONS}
+    kept = {key: value for key, value in config.items() if key not in _SECTIONS}
+    if stops_other_loaders(config.get(_STOP_KEY)):
+        del kept[_STOP_KEY]
+    return kept
+
+
+def stops_other_loaders(weights: object) -> bool:
+    """Return True if `transformers_weights` of a config is our sentence, not a file name."""
+    return isinstance(weights, str) and "slimtensors" in weights and " " in weights
 
 
 def replace_sections(config: Json, section: Json) -> Json:
@@ -198,14 +226,24 @@ def add_section(config: Json, section: Json) -> Json:
 
 
 def add_sparsity_section(config: Json, sparsity: "SparsityConfig") -> Json:
-    """Return `config` with this `sparsity_config`."""
-    return {**config, _SPARSITY_KEY: sparsity.to_dict()}
+    """Return `config` with this `sparsity_config`, in the spelling of SparseML."""
+    return {**config, _SPARSITY_KEY: sparsity.to_section()}
 
 
 def describe_compression(
-    config: Json, summary: Summary, sparsity: Mapping[str, Sparsity], *, preset: str, dialect: str
+    config: Json,
+    summary: Summary,
+    sparsity: Mapping[str, Sparsity],
+    *,
+    preset: str,
+    dialect: str,
+    method: str | None = None,
 ) -> Json:
-    """Return `config` with the sections that describe compressed weights."""
+    """Return `config` with the sections that describe compressed weights.
+
+    `method` is the `quant_method`, which decides what loads the folder; by default that of the
+    dialect.
+    """
     codecs = Counter(t.codec for t in summary.tensors if t.codec not in ("plain", "tied"))
     if not codecs:
         return config
@@ -217,8 +255,11 @@ def describe_compression(
         if kinds == {"bitmask24"}
         else BitmaskConfig(sparsity_structure=overall.structure, global_sparsity=share)
     )
-    if dialect == COMPRESSED_TENSORS:
-        section: Json = {"quant_method": dialect, _SPARSITY_KEY: sparsity_config.to_dict()}
+    in_parts = dialect == COMPRESSED_TENSORS
+    if method is None:
+        method = COMPRESSED_TENSORS if in_parts else METHOD
+    if method == COMPRESSED_TENSORS:
+        section: Json = {"quant_method": method, _SPARSITY_KEY: sparsity_config.to_dict()}
     else:
         section = {
             "quant_method": METHOD,
@@ -230,6 +271,8 @@ def describe_compression(
             "how_to_load": HOW_TO_LOAD,
         }
     config = add_section(config, section)
+    if in_parts:
+        config[_STOP_KEY] = HOW_TO_LOAD if method == METHOD else _LOAD_PARTS
     is_sparse = bool(kinds & {"bitmask", "bitmask24"})
     return add_sparsity_section(config, sparsity_config) if is_sparse else config
 
@@ -266,7 +309,7 @@ def remove_compression(config: Json) -> Json:
     """Return `config` as it was before compression; sections of other quantizers stay."""
     kept = remove_sections(config)
     for key, section in read_quantization_sections(config).items():
-        method = section.get("quant_method", COMPRESSED_TENSORS)
+        method = read_method(section)
         is_sparse = method == COMPRESSED_TENSORS and section.keys() <= _SPARSE_ONLY
         if method == METHOD or is_sparse:
             before = section.get("before", {})
@@ -280,9 +323,10 @@ def remove_compression(config: Json) -> Json:
 
 def is_sparse_only(config: Json) -> bool:
     """Return True if compressed-tensors stored the weights sparse, without quantizing them."""
-    if section := read_quantization_section(config):
-        return _SPARSITY_KEY in section and section.keys() <= _SPARSE_ONLY
-    return "bitmask" in str(read_sparsity_section(config).get("format"))
+    if "bitmask" not in str(read_sparsity_section(config).get("format")):
+        return False
+    section = read_quantization_section(config)
+    return not section or (_SPARSITY_KEY in section and section.keys() <= _SPARSE_ONLY)
 
 
 def parse_quantization(config: Json) -> QuantizationConfig | None:
@@ -291,11 +335,18 @@ def parse_quantization(config: Json) -> QuantizationConfig | None:
     section = read_quantization_section(before)
     if not section:
         return None
-    if (method := section.get("quant_method", COMPRESSED_TENSORS)) != COMPRESSED_TENSORS:
-        raise ConfigError(f"{CONFIG}: quantized by {str(method)[:80]}, which is not supported")
+    if (method := read_method(section)) != COMPRESSED_TENSORS:
+        raise ConfigError(f"{CONFIG}: quantized by {method[:80]}, which is not supported")
     with report_malformed(CONFIG, ConfigError):
-        quantization = QuantizationConfig.from_dict(before)
+        quantization = QuantizationConfig.from_dict(rename_methods(before))
     return quantization if quantization.config_groups else None
+
+
+def rename_methods(config: Json) -> Json:
+    """Return `config` with the current `quant_method` of compressed-tensors for former ones."""
+    sections = read_quantization_sections(config)
+    named = {key: x | {"quant_method": read_method(x)} for key, x in sections.items()}
+    return config | {key: x for key, x in named.items() if "quant_method" in sections[key]}
 
 
 def read_dtype(config: Json) -> torch.dtype | None:
@@ -348,8 +399,16 @@ class SparsityConfig:
             object.__setattr__(self, "format", self.default_format)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
+        """Return the JSON form of compressed-tensors."""
         return asdict(self)
+
+    def to_section(self) -> dict[str, str]:
+        """Return the JSON form of SparseML: underscores in the format, and the number as text."""
+        return {
+            "format": self.format.replace("-", "_"),
+            "sparsity_structure": self.sparsity_structure,
+            "global_sparsity": str(self.global_sparsity),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -379,10 +438,14 @@ class Sparse24BitmaskConfig(SparsityConfig):
 
 
 def parse_sparsity(section: Mapping[str, Any]) -> SparsityConfig:
-    """Parse a `sparsity_config`, ignoring keys that only other libraries use."""
+    """Parse a `sparsity_config` in any spelling, ignoring keys that only other libraries use."""
     kinds = (SparsityConfig, BitmaskConfig, Sparse24BitmaskConfig)
     named = {kind.default_format.replace("_", "-"): kind for kind in kinds}
-    kind = named.get(str(section.get("format")).replace("_", "-"), SparsityConfig)
+    spelling = str(section.get("format")).replace("_", "-")
+    kind = named.get(spelling, SparsityConfig)
     known = {field.name for field in fields(kind)}
+    values = {key: value for key, value in section.items() if key in known and value is not None}
+    if spelling in named:
+        values["format"] = kind.default_format
     with report_malformed(f"{CONFIG}: {_SPARSITY_KEY}", ConfigError):
-        return kind.from_dict({key: value for key, value in section.items() if key in known})
+        return kind.from_dict(values)

@@ -15,8 +15,10 @@ from slimtensors.errors import ConfigError, SlimError
 from slimtensors.folder.compress import is_model_folder
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
+    METHOD,
     parse_quantization,
     read_config,
+    read_method,
     read_quantization_section,
 )
 from slimtensors.parallel import Each
@@ -95,8 +97,7 @@ def _archive_tensor(archive: Archive, summary: TensorSummary) -> StoredTensor:
 
 def _quantization_config(source: StrPath) -> QuantizationConfig | None:
     data = read_config(source) if is_model_folder(source) else {}
-    method = read_quantization_section(data).get("quant_method", COMPRESSED_TENSORS)
-    if method not in (COMPRESSED_TENSORS, "slimtensors"):
+    if read_method(read_quantization_section(data)) not in (COMPRESSED_TENSORS, METHOD):
         return None  # formats of other libraries are shown as stored
     try:
         return parse_quantization(data)

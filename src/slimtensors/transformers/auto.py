@@ -12,20 +12,10 @@ import transformers
 from torch import nn
 
 from slimtensors.errors import ConfigError
-from slimtensors.folder.config_json import (
-    COMPRESSED_TENSORS,
-    METHOD,
-    is_sparse_only,
-    parse_quantization,
-    read_dtype,
-    read_quantization_section,
-    read_quantization_sections,
-)
 from slimtensors.runtime import CompressedTensor
 from slimtensors.storage import StrPath
-from slimtensors.tensor import Json, dtype_name
+from slimtensors.transformers.loading import find_section
 from slimtensors.transformers.saving import enable, is_enabled
-from slimtensors.transformers.weights import QUANTIZED
 
 _TASKS = (
     "",
@@ -175,7 +165,7 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
     config, rest = transformers.AutoConfig.from_pretrained(
         path, return_unused_kwargs=True, **options
     )
-    section = _find_section(config.to_dict())
+    section = find_section(config.to_dict())
     if section is None:
         if run_compressed:
             raise ConfigError(f"{path} is not compressed; load it without run_compressed")
@@ -184,22 +174,6 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
         del config.compression_config
     config.quantization_config = section | ({"run_compressed": True} if run_compressed else {})
     return {**rest, "config": config}
-
-
-def _find_section(data: Json) -> Json | None:
-    """Return the `quantization_config` for our loader, or None if transformers needs none."""
-    section = read_quantization_section(data)
-    if section.get("quant_method") == METHOD:
-        return section
-    if is_sparse_only(data):
-        return {"quant_method": METHOD, "preset": "sparse"}
-    before = read_quantization_sections(data)
-    methods = {x.get("quant_method", COMPRESSED_TENSORS) for x in before.values()}
-    if methods != {COMPRESSED_TENSORS} or parse_quantization(before) is None:
-        return None
-    dtype = read_dtype(data)
-    section = {"quant_method": METHOD, "preset": QUANTIZED, "before": before}
-    return section | ({"dtype": dtype_name(dtype)} if dtype else {})
 
 
 def _check_dense(model: nn.Module) -> None:

@@ -40,15 +40,22 @@ from slimtensors.errors import (
 from slimtensors.folder.config_json import (
     CHECKPOINT_VERSION,
     COMPRESSED_TENSORS,
+    FORMER_METHODS,
     METHOD,
     VERSION,
+    is_sparse_only,
     parse_quantization,
+    read_dtype,
+    read_method,
+    read_quantization_sections,
+    read_sparsity_section,
+    stops_other_loaders,
 )
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
-from slimtensors.tensor import Json, find_dtype
-from slimtensors.transformers.saving import StoredWeights, attach_saver
+from slimtensors.tensor import Json, dtype_name, find_dtype
+from slimtensors.transformers.saving import Layout, StoredWeights, attach_saver
 from slimtensors.transformers.weights import QUANTIZED, CheckpointWeights, QuantizedArchive
 
 _ANY = "^(.+)$"
@@ -110,6 +117,42 @@ class SlimConfig(QuantizationConfigMixin):
         self.checkpoint = checkpoint
 
 
+def find_section(config: Json) -> Json | None:
+    """Return the `quantization_config` for our loader, or None if transformers needs none."""
+    sections = read_quantization_sections(config)
+    for section in sections.values():
+        if section.get("quant_method") == METHOD:
+            return section
+    if is_sparse_only(config):
+        return {"quant_method": METHOD, "preset": "bitmask", "before": sections}
+    if {read_method(section) for section in sections.values()} != {COMPRESSED_TENSORS}:
+        return None
+    if parse_quantization(sections) is None:
+        return {"quant_method": METHOD, "preset": "dense"}
+    dtype = read_dtype(config)
+    section = {"quant_method": METHOD, "preset": QUANTIZED, "before": sections}
+    return section | ({"dtype": dtype_name(dtype)} if dtype else {})
+
+
+class FormerConfig(QuantizationConfigMixin):
+    """A section of compressed-tensors with a former `quant_method`, which transformers lacks."""
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Json, return_unused_kwargs: bool = False, **options: Any
+    ) -> Any:
+        """Return the section as a `SlimConfig`, which selects our loader."""
+        section = dict(config_dict)
+        runtime = {"run_compressed": section.pop("run_compressed", False)}
+        found = find_section({"quantization_config": section})
+        assert found is not None, "former methods are those of compressed-tensors"
+        return SlimConfig.from_dict(found | runtime, return_unused_kwargs, **options)
+
+
+for _method in FORMER_METHODS:
+    register_quantization_config(_method)(FormerConfig)
+
+
 @register_quantizer(METHOD)
 class SlimQuantizer(HfQuantizer):
     """Load a compressed folder into an ordinary model, tensor by tensor."""
@@ -124,12 +167,11 @@ class SlimQuantizer(HfQuantizer):
                 " the model without it, then call"
                 " slimtensors.transformers.enable(model, preset=...)"
             )
-        known = (None, METHOD, COMPRESSED_TENSORS)
-        for section in quantization_config.before.values():
-            if isinstance(section, dict) and section.get("quant_method") not in known:
+        for section in read_quantization_sections(quantization_config.before).values():
+            if (method := read_method(section)) not in (METHOD, COMPRESSED_TENSORS):
                 raise ConfigError(
-                    f"the weights are also quantized by {section['quant_method']}, which requires"
-                    " another loader; run slimtensors decompress and load the result"
+                    f"the weights are also quantized by {method}, which requires another loader;"
+                    " run slimtensors decompress and load the result"
                 )
         self._quantization = parse_quantization(quantization_config.before)
         self._reader: Reader | None = None
@@ -147,12 +189,15 @@ class SlimQuantizer(HfQuantizer):
                 self._reader.device_map = device_map
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Name the file with the weights of a checkpoint, in the only method called before that.
+        """Set which file of weights transformers loads, in the only method called before that.
 
-        It is not in `config.json`: loaders without slimtensors must find no weights.
+        That of a checkpoint is not in `config.json`: loaders without slimtensors must find no
+        weights. Beside weights in parts, a sentence stops these loaders.
         """
         if self.quantization_config.checkpoint:
             config.transformers_weights = STATE
+        elif stops_other_loaders(getattr(config, "transformers_weights", None)):
+            del config.transformers_weights
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -200,10 +245,11 @@ class SlimQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        files: tuple[Path, ...] = ()
+        preset = self.quantization_config.preset
+        stored = StoredWeights(None if preset == "dense" else Layout(preset))
         if self._reader:
             self._reader.finish(model)
-            files = self._reader.files
+            stored = self._reader.describe(stored.layout)
             model._weight_conversions = remove_decoding(model._weight_conversions)
             model._keys_to_ignore_on_load_unexpected = self._ignored_keys
             if self._device_map and "disk" in self._device_map.values():
@@ -212,10 +258,10 @@ class SlimQuantizer(HfQuantizer):
             del model.config.transformers_weights
             model._weight_conversions = None  # saved like a model that was not loaded
             return attach_saver(model, StoredWeights())
-        is_quantized = self._quantization is not None
-        preset = QUANTIZED if is_quantized else self.quantization_config.preset
-        attach_saver(model, StoredWeights(preset, files, self._quantization))
-        return model
+        section = read_sparsity_section(self.quantization_config.before)
+        if section and not hasattr(model.config, "sparsity_config"):
+            model.config.sparsity_config = section  # as releases that write it at the top level
+        return attach_saver(model, stored)
 
     def is_serializable(self) -> bool:
         """Return True: the model can be saved."""
@@ -254,16 +300,17 @@ class Reader:
         """Whether weights of linear layers stay compressed in memory."""
         self.other_keys: set[str] = set()
         """Patterns of entries that do not belong to the model, such as an optimizer's state."""
-        archive = Archive.from_files(self.files)
-        self._archive: Archive | QuantizedArchive | CheckpointWeights = archive
+        self._stored = Archive.from_files(self.files)
+        self._quantization = quantization
+        self._archive: Archive | QuantizedArchive | CheckpointWeights = self._stored
         if is_checkpoint:
             self._archive = CheckpointWeights(self.files[0].parent)
-            others = set(archive) - self._archive.owners.keys()
+            others = set(self._stored) - self._archive.owners.keys()
             self.other_keys = {f"^{re.escape(key)}$" for key in others}
         else:
-            archive.check_not_delta()
+            self._stored.check_not_delta()
             if quantization is not None:
-                self._archive = QuantizedArchive(archive, quantization, model)
+                self._archive = QuantizedArchive(self._stored, quantization, model)
         self._resources = ExitStack()
         self._workers = self._resources.enter_context(Workers())
         self._used: set[str] = set()
@@ -292,6 +339,19 @@ class Reader:
         x = self._archive.load_compressed(name, self._workers.each)
         self._has_compressed |= isinstance(x, CompressedTensor)
         return x if dtype is None else x.to(dtype)
+
+    def describe(self, layout: Layout | None) -> StoredWeights:
+        """Return how the weights are stored, given the layout in `config.json`."""
+        if self._quantization is not None:
+            return StoredWeights(Layout(QUANTIZED), self.files, self._quantization)
+        owners = self._stored.owners
+        plans = [self._stored.plan(name) for key, name in owners.items() if key != name]
+        codecs = {plan.codec.name for plan in plans if plan is not None}
+        if codecs:
+            # The presets of single formats have the names of their codecs.
+            preset = codecs.pop() if len(codecs) == 1 else "sparse"
+            layout = Layout(preset, COMPRESSED_TENSORS)
+        return StoredWeights(layout, self.files)
 
     def finish(self, model: nn.Module) -> None:
         """Release the files; raise if no tensor was used, or none runs compressed on request."""

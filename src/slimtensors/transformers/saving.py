@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
+from slimtensors.archive.dialects.slim import NAME as SLIM
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
@@ -16,7 +17,9 @@ from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.compat.sparse_formats import find_preset
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
+    COMPRESSED_TENSORS,
     CONFIG,
+    METHOD,
     SparsityConfig,
     add_sparsity_section,
     copy_sections,
@@ -83,14 +86,22 @@ def enable(model: Model, *, preset: str | None = None) -> Model:
     """
     if preset is not None:
         presets.find(preset)
-    return attach_saver(model, StoredWeights(preset))
+    return attach_saver(model, StoredWeights(None if preset is None else Layout(preset)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How compressed weights are written: the preset and the dialect."""
+
+    preset: str
+    dialect: str = SLIM
 
 
 @dataclass(frozen=True)
 class StoredWeights:
     """How the weights of a model are stored in the folder it was loaded from."""
 
-    preset: str | None = None
+    layout: Layout | None = None
     """None for dense weights."""
     files: tuple[Path, ...] = ()
     quantization: QuantizationConfig | None = None
@@ -127,25 +138,32 @@ class SavePretrained:
         sparsity_config: SparsityConfig | None = None,
         save_compressed: bool | None = None,
         skip_compression_stats: bool = False,
+        preset: str | None = None,
         **options: Any,
     ) -> None:
         """Save the model, compressed if requested or if it was loaded compressed.
 
         Args:
             save_directory: folder to write.
-            sparsity_config: sparse format to use.
+            sparsity_config: sparse format to use; its weights are stored in parts, as SparseML
+                stores them.
             save_compressed: True chooses a format: that of the folder that the model was loaded
-                from, else `sparse` with at least 5 % zeros, else `lossless`. False saves dense
-                weights.
+                from, else the bitmask of SparseML with at least 5 % zeros, else `lossless`. False
+                saves dense weights, even if a sparsity_config is given.
             skip_compression_stats: do not describe the sparsity of a dense model in `config.json`.
+            preset: preset of the dialect `slim` to use, such as `sparse`: smaller files.
             options: arguments of `save_pretrained` of transformers.
         """
-        if sparsity_config is not None and save_compressed is False:
-            raise ConfigError("sparsity_config cannot be combined with save_compressed=False")
+        if preset is not None and (sparsity_config is not None or save_compressed is False):
+            raise ConfigError("preset cannot be combined with sparsity_config or dense weights")
         folder = local_path(save_directory)
-        preset = self._choose_preset(sparsity_config, save_compressed)
-        if preset != "dense" and not getattr(self._model, "_hf_peft_config_loaded", False):
-            self._model.sparsity_config = self._save_compressed(folder, preset, **options)
+        if preset is None:
+            layout = self._choose_layout(sparsity_config, save_compressed)
+        else:
+            presets.find(preset)
+            layout = Layout(preset)
+        if layout is not None and not getattr(self._model, "_hf_peft_config_loaded", False):
+            self._model.sparsity_config = self._save_compressed(folder, layout, **options)
             return
         self._save_dense(folder, **options)
         is_requested = sparsity_config is not None
@@ -153,18 +171,20 @@ class SavePretrained:
             None if skip_compression_stats else self._describe_sparsity(folder, is_requested)
         )
 
-    def _choose_preset(
+    def _choose_layout(
         self, sparsity_config: SparsityConfig | None, save_compressed: bool | None
-    ) -> str:
-        if sparsity_config is not None:
-            return find_preset(sparsity_config.format)
+    ) -> Layout | None:
+        """Return how to write the weights, or None to write them dense."""
+        requested = "dense" if sparsity_config is None else find_preset(sparsity_config.format)
         if save_compressed is False:
-            return "dense"
-        if self._stored.preset is not None:
-            return self._stored.preset
-        if save_compressed is None:
-            return "dense"
-        return "sparse" if measure_sparsity(self._model).share >= _MIN_SPARSITY else "lossless"
+            return None
+        if sparsity_config is not None:
+            return None if requested == "dense" else Layout(requested, COMPRESSED_TENSORS)
+        if self._stored.layout is not None or save_compressed is None:
+            return self._stored.layout
+        if measure_sparsity(self._model).share >= _MIN_SPARSITY:
+            return Layout("bitmask", COMPRESSED_TENSORS)
+        return Layout("lossless")
 
     def _save_dense(self, folder: Path, **options: Any) -> None:
         state = options.get("state_dict")
@@ -178,7 +198,7 @@ class SavePretrained:
     def _save_compressed(
         self,
         folder: Path,
-        preset: str,
+        layout: Layout,
         *,
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
@@ -198,12 +218,12 @@ class SavePretrained:
             raise ConfigError(f"{folder} is a file, not a folder")
         state = self._model.state_dict() if state_dict is None else dict(state_dict)
         sources = collect_weights(self._model, state, save_original_format=save_original_format)
-        if preset == QUANTIZED:
+        if layout.preset == QUANTIZED:
             self._copy_quantized(folder, sources, parse_size(max_shard_size), **options)
             return None
         sparsity: dict[str, Sparsity] = {}
         sources = [_measure_on_read(source, sparsity) for source in sources]
-        if preset == self._stored.preset:
+        if layout == self._stored.layout and layout.dialect == SLIM:
             sources = reuse_stored(sources, self._stored.files)
             sources = [_convert_on_read(source, _encode) for source in sources]
         else:
@@ -212,13 +232,22 @@ class SavePretrained:
         # of an older model, which must stay until the new ones are complete.
         with temporary_folder(folder / CONFIG) as temporary:
             self._save_dense(temporary, state_dict={}, **options)
-            writing = WriteOptions(preset=preset, max_shard_size=max_shard_size)
+            writing = WriteOptions(
+                preset=layout.preset, dialect=layout.dialect, max_shard_size=max_shard_size
+            )
             summary = write(ArchiveSource(sources), folder, writing).summary()
             note_parameters(folder / INDEX, summary.items)
             section = _update_config(
                 temporary,
                 lambda config: self._keep_run_compressed(
-                    describe_compression(config, summary, sparsity, preset=preset, dialect="slim")
+                    describe_compression(
+                        config,
+                        summary,
+                        sparsity,
+                        preset=layout.preset,
+                        dialect=layout.dialect,
+                        method=METHOD,
+                    )
                 ),
             )
             move_files(temporary, folder)

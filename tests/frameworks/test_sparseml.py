@@ -1,0 +1,213 @@
+"""SparseML: its layout of sparse models, read and written through transformers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from strategies import same_bits
+from tiny_models import MODELS, SMALL, TOKENS, llama, pruned, same_answers, same_weights
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    OPTConfig,
+    Qwen2MoeConfig,
+)
+
+import slimtensors
+from slimtensors.folder.compress import compress_folder
+from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig
+from slimtensors.transformers import SparseAutoModelForCausalLM, enable
+
+PARTS = {"bitmask", "compressed", "row_offsets", "shape"}
+PROGRAM = Path(__file__).parent / "programs" / "load_without_slimtensors.py"
+
+
+def opt():
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=96,
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=64,
+    )
+    return pruned(AutoModelForCausalLM.from_config(config))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    return pruned(AutoModelForCausalLM.from_config(config))
+
+
+def qwen2_moe():
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    return pruned(AutoModelForCausalLM.from_config(config))
+
+
+ARCHITECTURES = MODELS | {
+    "opt": (opt, {"input_ids": TOKENS}),
+    "gpt2": (gpt2, {"input_ids": TOKENS}),
+    "qwen2-moe": (qwen2_moe, {"input_ids": TOKENS}),
+}
+
+
+def read_config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def list_suffixes(folder):
+    """Return the last components of the names of sparse tensors in the files of a folder."""
+    names = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    return {
+        name.rpartition(".")[2] for name in names if f"{name.rpartition('.')[0]}.bitmask" in names
+    }
+
+
+def edit_config(folder, edit):
+    (folder / "config.json").write_text(json.dumps(edit(read_config(folder))))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_sparse_model_is_stored_in_parts_and_loads_unchanged(tmp_path, kind):
+    make, inputs = ARCHITECTURES[kind]
+    model = enable(make())
+    type(model).save_pretrained(model, tmp_path / "dense")
+    model.save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+    assert list_suffixes(tmp_path / "small") == PARTS
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    whole = {name for name in stored if name in dense}
+    assert {f"{name}.{part}" for name in dense.keys() - whole for part in PARTS} | whole == set(
+        stored
+    )
+
+    loaded, info = type(model).from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not any(info.values())
+    assert same_weights(loaded, model)
+    assert same_answers(loaded, model, inputs)
+    loaded.save_pretrained(tmp_path / "again")
+    for file in ("model.safetensors", "config.json"):
+        want = (tmp_path / "small" / file).read_bytes()
+        assert (tmp_path / "again" / file).read_bytes() == want
+
+
+def test_the_config_is_that_of_the_note(tmp_path):
+    model = enable(llama())
+    with torch.no_grad():
+        for x in model.parameters():
+            x.fill_(1).view(-1)[: x.numel() // 2] = 0
+    model.save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+    assert read_config(tmp_path / "small")["sparsity_config"] == {
+        "format": "sparse_bitmask",
+        "sparsity_structure": "unstructured",
+        "global_sparsity": "0.5",
+    }
+    assert model.sparsity_config == BitmaskConfig(global_sparsity=0.5)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, SparseAutoModelForCausalLM])
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_and_tied_weights_load_with_every_auto_class(tmp_path, auto, tied):
+    model = enable(llama(tied=tied))
+    model.save_pretrained(tmp_path / "small", save_compressed=True, max_shard_size="40kB")
+    assert list_suffixes(tmp_path / "small") == PARTS
+    index = json.loads((tmp_path / "small" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert "model.layers.0.mlp.up_proj.weight.row_offsets" in index["weight_map"]
+    loaded = auto.from_pretrained(tmp_path / "small")
+    assert same_weights(loaded, model)
+    is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert is_tied == tied
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_bit_survives(tmp_path, dtype):
+    model = enable(llama(dtype=dtype))
+    with torch.no_grad():
+        row = model.lm_head.weight[0]
+        row[:4] = torch.tensor([-0.0, float("nan"), float("inf"), torch.finfo(dtype).tiny])
+    model.save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert loaded.dtype is dtype
+    assert same_weights(loaded, model)
+
+
+def test_transformers_alone_stops_instead_of_using_random_weights(tmp_path):
+    enable(llama()).save_pretrained(tmp_path / "a", save_compressed=True)
+    type(llama()).save_pretrained(llama(), tmp_path / "dense")
+    compress_folder(tmp_path / "dense", tmp_path / "b", dialect="compressed-tensors")
+    folders = [str(tmp_path / name) for name in ("a", "b", "dense")]
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), *folders], capture_output=True, text=True, check=True
+    )
+    *stopped, dense = (json.loads(line) for line in result.stdout.splitlines()[-3:])
+    assert "import slimtensors.transformers" in stopped[0]["error"]
+    assert "SparseAutoModel of slimtensors.transformers" in stopped[1]["error"]
+    assert dense == {"missing": 0}
+
+
+def test_a_dense_copy_has_no_trace_of_the_sparse_one(tmp_path):
+    model = llama()
+    enable(model).save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    loaded.save_pretrained(tmp_path / "a", save_compressed=False, skip_compression_stats=True)
+    slimtensors.transformers.decompress_folder(tmp_path / "small", tmp_path / "b")
+    type(model).save_pretrained(model, tmp_path / "c")
+    want = read_config(tmp_path / "c")
+    assert read_config(tmp_path / "a") == read_config(tmp_path / "b") == want
+    assert not {"transformers_weights", "quantization_config"} & want.keys()
+
+
+def test_dense_weights_are_saved_with_a_config_if_compression_is_off(tmp_path):
+    model = enable(llama())
+    model.save_pretrained(
+        tmp_path / "dense", sparsity_config=BitmaskConfig(), save_compressed=False
+    )
+    stored = load_file(tmp_path / "dense" / "model.safetensors")
+    assert all(same_bits(x, stored[name]) for name, x in model.state_dict().items())
+    assert read_config(tmp_path / "dense")["sparsity_config"]["format"] == "dense_sparsity"
+    assert "quantization_config" not in read_config(tmp_path / "dense")
+
+
+def test_the_slim_layout_is_chosen_by_its_preset(tmp_path):
+    model = enable(llama())
+    model.save_pretrained(tmp_path / "slim", preset="sparse")
+    assert not list_suffixes(tmp_path / "slim")
+    assert read_config(tmp_path / "slim")["quantization_config"]["preset"] == "sparse"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "slim")
+    assert same_weights(loaded, model)
+    loaded.save_pretrained(tmp_path / "again", save_compressed=True)
+    assert not list_suffixes(tmp_path / "again"), "a folder keeps its layout"
+    loaded.save_pretrained(tmp_path / "parts", sparsity_config=BitmaskConfig())
+    assert list_suffixes(tmp_path / "parts") == PARTS
+
+
+def test_two_of_four_is_stored_as_by_compressed_tensors(tmp_path):
+    model = enable(llama())
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.dim() == 2:
+                x.fill_(1).view(-1, 4)[:, 1:3] = 0
+    model.save_pretrained(tmp_path / "small", sparsity_config=Sparse24BitmaskConfig())
+    assert list_suffixes(tmp_path / "small") == PARTS - {"row_offsets"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert same_weights(loaded, model)
+    assert isinstance(loaded.sparsity_config, Sparse24BitmaskConfig)
+    loaded.save_pretrained(tmp_path / "again")
+    want = (tmp_path / "small" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == want
