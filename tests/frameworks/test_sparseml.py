@@ -20,7 +20,11 @@ from transformers import (
 import slimtensors
 from slimtensors.folder.compress import compress_folder
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig
-from slimtensors.transformers import SparseAutoModelForCausalLM, enable
+from slimtensors.folder.quantize import quantize_folder
+from slimtensors.quantization import QuantizationConfig
+from slimtensors.recipe import MagnitudePruning
+from slimtensors.runtime import CompressedTensor
+from slimtensors.transformers import SparseAutoModelForCausalLM, enable, oneshot
 
 PARTS = {"bitmask", "compressed", "row_offsets", "shape"}
 PROGRAM = Path(__file__).parent / "programs" / "load_without_slimtensors.py"
@@ -211,3 +215,86 @@ def test_two_of_four_is_stored_as_by_compressed_tensors(tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     want = (tmp_path / "small" / "model.safetensors").read_bytes()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == want
+
+
+def test_sparse_weights_run_compressed(tmp_path):
+    model = enable(pruned(llama(), 0.9))
+    model.save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "small", run_compressed=True)
+    assert isinstance(loaded.model.layers[0].mlp.up_proj.weight, CompressedTensor)
+    assert torch.allclose(loaded(TOKENS).logits, model(TOKENS).logits, atol=1e-5)
+    loaded.save_pretrained(tmp_path / "again")
+    want = (tmp_path / "small" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == want
+
+
+@pytest.mark.parametrize("method", ["sparseml", "compressed_tensors"])
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, SparseAutoModelForCausalLM])
+@pytest.mark.parametrize("form", ["sparse-bitmask", "sparse_bitmask"])
+def test_sparse_folders_with_former_method_names_load(tmp_path, auto, method, form):
+    model = llama()
+    enable(model).save_pretrained(tmp_path / "small", sparsity_config=BitmaskConfig())
+
+    def edit(config):
+        del config["sparsity_config"], config["transformers_weights"]
+        sparsity = {"format": form, "global_sparsity": 0.5, "registry_requires_subclass": False}
+        section = {"quant_method": method, "sparsity_config": sparsity}
+        return config | {"quantization_config": section}
+
+    edit_config(tmp_path / "small", edit)
+    loaded, info = auto.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not any(info.values())
+    assert same_weights(loaded, model)
+    assert loaded.sparsity_config == BitmaskConfig(global_sparsity=0.5)
+    loaded.save_pretrained(tmp_path / "again")
+    assert list_suffixes(tmp_path / "again") == PARTS
+
+
+@pytest.mark.parametrize("method", ["sparseml", "compressed_tensors"])
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, SparseAutoModelForCausalLM])
+def test_quantized_folders_with_former_method_names_load(tmp_path, auto, method):
+    llama().save_pretrained(tmp_path / "dense")
+    config = QuantizationConfig.preset("W8A8", ignore=["lm_head"])
+    quantize_folder(tmp_path / "dense", tmp_path / "small", config)
+    want = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "small")
+
+    def edit(config):
+        return config | {
+            "quantization_config": config["quantization_config"] | {"quant_method": method}
+        }
+
+    edit_config(tmp_path / "small", edit)
+    loaded, info = auto.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not any(info.values())
+    assert same_weights(loaded, want)
+    slimtensors.transformers.decompress_folder(tmp_path / "small", tmp_path / "back")
+    assert read_config(tmp_path / "back")["quantization_config"]["quant_method"] == method
+
+
+@pytest.mark.parametrize("method", ["sparseml", "compressed-tensors"])
+def test_dense_weights_with_a_sparsity_config_stay_dense(tmp_path, method):
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    sparsity = {"format": "dense", "global_sparsity": 49.8}
+    section = {"quant_method": method, "sparsity_config": sparsity}
+    edit_config(tmp_path / "dense", lambda config: config | {"quantization_config": section})
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    assert same_weights(loaded, model)
+    loaded.save_pretrained(tmp_path / "again")
+    assert not list_suffixes(tmp_path / "again")
+    assert "quantization_config" not in read_config(tmp_path / "again")
+    loaded.save_pretrained(tmp_path / "small", save_compressed=True)
+    assert list_suffixes(tmp_path / "small") == PARTS
+
+
+def test_oneshot_writes_and_reads_the_layout(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    pruning = [MagnitudePruning(sparsity=0.6)]
+    for source, target in (("dense", "small"), ("small", "again")):
+        made, report = oneshot(tmp_path / source, pruning, output_dir=tmp_path / target)
+        assert list_suffixes(tmp_path / target) == PARTS
+        assert report.format == "bitmask"
+        assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / target), made)
+    oneshot(tmp_path / "small", pruning, output_dir=tmp_path / "plain", save_compressed=False)
+    assert not list_suffixes(tmp_path / "plain")

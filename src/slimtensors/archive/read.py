@@ -14,9 +14,10 @@ from torch import Tensor
 from slimtensors._moved import Renamed
 from slimtensors.archive import dialects
 from slimtensors.archive.dialects import BlobMember, Member, PackedTensor, PlainMember
+from slimtensors.archive.dialects.compressed_tensors import SparseMember
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.archive.tree import unflatten
-from slimtensors.codecs.plan import Encoded, Plan
+from slimtensors.codecs.plan import Encoded, Plan, encode
 from slimtensors.codecs.statistics import order0
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, report_malformed
 from slimtensors.parallel import Each, Workers, serially
@@ -316,7 +317,12 @@ class Archive:
                 if compressed is not None:
                     member.file.release(member.entry)  # mapped parts are read again on use
                     return compressed
-            return member.load(each)
+            x = member.load(each)
+            if isinstance(member, SparseMember):
+                # Encoded again: rows of the stored mask are padded, those of the codec are not.
+                compressed = _find_runtime()(encode(member.plan, x, each), each)
+                return x if compressed is None else compressed
+            return x
 
         return self._query(name, read)
 

@@ -63,6 +63,11 @@ class SparseMember:
         """Bytes of all parts."""
         return sum(part.entry.spec.nbytes for part in self.parts.values())
 
+    @property
+    def plan(self) -> Plan:
+        """The plan with the same content."""
+        return Plan(_CODECS[self.codec])
+
     def spec(self) -> Spec:
         """Return the dtype of the values and the shape stored in the part `shape`."""
         part = self.parts["shape"]
@@ -74,7 +79,7 @@ class SparseMember:
     def info(self) -> TensorInfo:
         """Return how it is stored; always lossless."""
         sizes = {suffix: part.entry.spec.nbytes for suffix, part in self.parts.items()}
-        return TensorInfo(self.spec(), Plan(_CODECS[self.codec]), sizes)
+        return TensorInfo(self.spec(), self.plan, sizes)
 
     def load(self, each: Each) -> Tensor:
         """Scatter the values, which both sparse formats store in the order of the mask."""
