@@ -307,7 +307,7 @@ def test_unsupported_layers_are_named_in_the_error(change, settings, message):
 
 
 def test_compressor_raises_on_mismatch():
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="or both"):
         ModelCompressor()
     model = mlp()
     calibrate(model, config(weights=CHANNEL))

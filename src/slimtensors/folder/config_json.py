@@ -7,7 +7,7 @@ and `sparsity_config`.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Self
@@ -331,6 +331,12 @@ def is_sparse_only(config: Json) -> bool:
 
 def parse_quantization(config: Json) -> QuantizationConfig | None:
     """Return how compressed-tensors quantized the weights, or None if they are not quantized."""
+    quantization = read_quantization(config)
+    return quantization if quantization is not None and quantization.config_groups else None
+
+
+def read_quantization(config: Json) -> QuantizationConfig | None:
+    """Return the section of compressed-tensors, or None if there is none."""
     before = remove_compression(config)  # our own section keeps the previous one
     section = read_quantization_section(before)
     if not section:
@@ -338,8 +344,7 @@ def parse_quantization(config: Json) -> QuantizationConfig | None:
     if (method := read_method(section)) != COMPRESSED_TENSORS:
         raise ConfigError(f"{CONFIG}: quantized by {method[:80]}, which is not supported")
     with report_malformed(CONFIG, ConfigError):
-        quantization = QuantizationConfig.from_dict(rename_methods(before))
-    return quantization if quantization.config_groups else None
+        return QuantizationConfig.from_dict(rename_methods(before))
 
 
 def rename_methods(config: Json) -> Json:
@@ -393,6 +398,10 @@ class SparsityConfig:
     """`unstructured`, or an N:M pattern such as `2:4` or `8:16`."""
     global_sparsity: float = 0.0
     """Fraction of zeros among all weights. Informative only."""
+    targets: Sequence[str] | None = None
+    """Layers to compress: names, classes or `re:` patterns; None for all."""
+    ignore: Sequence[str] | None = None
+    """Layers that stay dense, even if a target matches them."""
 
     def __post_init__(self) -> None:
         if not self.format:
@@ -400,7 +409,7 @@ class SparsityConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of compressed-tensors."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     def to_section(self) -> dict[str, str]:
         """Return the JSON form of SparseML: underscores in the format, and the number as text."""

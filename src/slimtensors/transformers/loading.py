@@ -123,12 +123,13 @@ def find_section(config: Json) -> Json | None:
     for section in sections.values():
         if section.get("quant_method") == METHOD:
             return section
-    if is_sparse_only(config):
-        return {"quant_method": METHOD, "preset": "bitmask", "before": sections}
-    if {read_method(section) for section in sections.values()} != {COMPRESSED_TENSORS}:
+    is_sparse = is_sparse_only(config)
+    methods = {read_method(section) for section in sections.values()}
+    if not is_sparse and methods != {COMPRESSED_TENSORS}:
         return None
-    if parse_quantization(sections) is None:
-        return {"quant_method": METHOD, "preset": "dense"}
+    if is_sparse or parse_quantization(sections) is None:
+        # Dense, unless the files turn out to contain sparse weights.
+        return {"quant_method": METHOD, "preset": "dense", "before": sections}
     dtype = read_dtype(config)
     section = {"quant_method": METHOD, "preset": QUANTIZED, "before": sections}
     return section | ({"dtype": dtype_name(dtype)} if dtype else {})

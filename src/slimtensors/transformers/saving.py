@@ -14,8 +14,10 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions,
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
+from slimtensors.compat.model_state import match_targets
 from slimtensors.compat.sparse_formats import find_preset
 from slimtensors.errors import ConfigError
+from slimtensors.folder.compress import Keep, restrict_to, select_all
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     CONFIG,
@@ -163,7 +165,12 @@ class SavePretrained:
             presets.find(preset)
             layout = Layout(preset)
         if layout is not None and not getattr(self._model, "_hf_peft_config_loaded", False):
-            self._model.sparsity_config = self._save_compressed(folder, layout, **options)
+            keep = (
+                select_all
+                if sparsity_config is None
+                else match_targets(self._model, sparsity_config)
+            )
+            self._model.sparsity_config = self._save_compressed(folder, layout, keep, **options)
             return
         self._save_dense(folder, **options)
         is_requested = sparsity_config is not None
@@ -199,6 +206,7 @@ class SavePretrained:
         self,
         folder: Path,
         layout: Layout,
+        keep: Keep,
         *,
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
@@ -233,7 +241,9 @@ class SavePretrained:
         with temporary_folder(folder / CONFIG) as temporary:
             self._save_dense(temporary, state_dict={}, **options)
             writing = WriteOptions(
-                preset=layout.preset, dialect=layout.dialect, max_shard_size=max_shard_size
+                preset=restrict_to(presets.find(layout.preset), keep),
+                dialect=layout.dialect,
+                max_shard_size=max_shard_size,
             )
             summary = write(ArchiveSource(sources), folder, writing).summary()
             note_parameters(folder / INDEX, summary.items)
