@@ -12,22 +12,30 @@ from strategies import same_bits
 from tiny_models import MODELS, SMALL, TOKENS, llama, pruned, same_answers, same_weights
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     OPTConfig,
     Qwen2MoeConfig,
 )
 
 import slimtensors
+from slimtensors.errors import ConfigError
 from slimtensors.folder.compress import compress_folder
 from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.recipe import MagnitudePruning
+from slimtensors.recipe import MagnitudePruning, Quantize
 from slimtensors.runtime import CompressedTensor
-from slimtensors.transformers import SparseAutoModelForCausalLM, enable, oneshot
+from slimtensors.transformers import (
+    SparseAutoConfig,
+    SparseAutoModelForCausalLM,
+    SparseAutoTokenizer,
+    enable,
+    oneshot,
+)
 
 PARTS = {"bitmask", "compressed", "row_offsets", "shape"}
-PROGRAM = Path(__file__).parent / "programs" / "load_without_slimtensors.py"
+PROGRAM = Path(__file__).parents[1] / "transformers" / "programs" / "load_without_import.py"
 
 
 def opt():
@@ -157,12 +165,14 @@ def test_transformers_alone_stops_instead_of_using_random_weights(tmp_path):
     compress_folder(tmp_path / "dense", tmp_path / "b", dialect="compressed-tensors")
     folders = [str(tmp_path / name) for name in ("a", "b", "dense")]
     result = subprocess.run(
-        [sys.executable, str(PROGRAM), *folders], capture_output=True, text=True, check=True
+        [sys.executable, PROGRAM, *folders], capture_output=True, text=True, check=True
     )
-    *stopped, dense = (json.loads(line) for line in result.stdout.splitlines()[-3:])
-    assert "import slimtensors.transformers" in stopped[0]["error"]
-    assert "SparseAutoModel of slimtensors.transformers" in stopped[1]["error"]
-    assert dense == {"missing": 0}
+    refused = ["refused: ValueError"] * 2
+    assert result.stdout.splitlines()[-3:] == [*refused, f"LOADED {folders[2]}"]
+    # transformers quotes this key in its error.
+    reasons = [read_config(tmp_path / name)["transformers_weights"] for name in ("a", "b")]
+    assert "import slimtensors.transformers" in reasons[0]
+    assert "SparseAutoModel of slimtensors.transformers" in reasons[1]
 
 
 def test_a_dense_copy_has_no_trace_of_the_sparse_one(tmp_path):
@@ -298,3 +308,35 @@ def test_oneshot_writes_and_reads_the_layout(tmp_path):
         assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / target), made)
     oneshot(tmp_path / "small", pruning, output_dir=tmp_path / "plain", save_compressed=False)
     assert not list_suffixes(tmp_path / "plain")
+
+
+def test_a_quantized_model_is_saved_in_the_format_of_compressed_tensors(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    made, _ = oneshot(tmp_path / "dense", [Quantize("W8A8", ignore=["lm_head"])])
+    made.save_pretrained(tmp_path / "small", save_compressed=True)
+    section = read_config(tmp_path / "small")["quantization_config"]
+    assert (section["quant_method"], section["format"]) == ("compressed-tensors", "int-quantized")
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    assert same_weights(loaded, made)
+    assert not hasattr(made.config, "quantization_config")
+    made.save_pretrained(
+        tmp_path / "both", sparsity_config=BitmaskConfig(), quantization_format="int-quantized"
+    )
+    assert list_suffixes(tmp_path / "both") >= PARTS
+    assert same_weights(SparseAutoModelForCausalLM.from_pretrained(tmp_path / "both"), made)
+    made.save_pretrained(tmp_path / "plain", save_compressed=False)
+    assert "quantization_config" not in read_config(tmp_path / "plain")
+    assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), made)
+    with pytest.raises(ConfigError, match=r"quantization_format.*not quantized"):
+        enable(model).save_pretrained(tmp_path / "x", quantization_format="int-quantized")
+
+
+def test_the_other_auto_classes_of_sparseml_exist(tmp_path):
+    llama().save_pretrained(tmp_path)
+    assert SparseAutoConfig.from_pretrained(tmp_path).model_type == "llama"
+    assert SparseAutoTokenizer is AutoTokenizer
+    model = SparseAutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert same_weights(model, llama())
+    with pytest.raises(TypeError, match="model_name_or_path"):
+        SparseAutoModelForCausalLM.from_pretrained()

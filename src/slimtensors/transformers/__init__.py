@@ -47,11 +47,12 @@ __all__ = [
     "train",
 ]
 __all__ += auto.AUTO_CLASSES
+__all__ += auto.SAME_CLASSES
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class `SparseAutoModel…`, created on first use."""
-    if name in auto.AUTO_CLASSES:
+    """Return a class `SparseAuto…`; those of models are created on first use."""
+    if name in auto.AUTO_CLASSES or name in auto.SAME_CLASSES:
         return getattr(auto, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -40,6 +40,8 @@ _TASKS = (
 
 AUTO_CLASSES = tuple(f"SparseAutoModel{task}" for task in _TASKS)
 """Names of the classes in this module, which are created on first use."""
+SAME_CLASSES = ("SparseAutoConfig", "SparseAutoTokenizer")
+"""Names of SparseML for classes of transformers that need no change."""
 
 
 class SparseAuto:
@@ -57,9 +59,10 @@ class SparseAuto:
     @classmethod
     def from_pretrained(
         cls,
-        model_name_or_path: StrPath,
+        model_name_or_path: StrPath | None = None,
         *args: Any,
         run_compressed: bool = False,
+        pretrained_model_name_or_path: StrPath | None = None,
         **options: Any,
     ) -> Any:
         """Load a model from a dense or compressed folder; its `save_pretrained` can compress.
@@ -71,11 +74,13 @@ class SparseAuto:
             model_name_or_path: folder, or model name on the hub.
             run_compressed: keep linear layers that are stored quantized or sparse compressed in
                 memory.
+            pretrained_model_name_or_path: name of the first argument in transformers.
             args, options: arguments of `from_pretrained` of transformers.
         """
-        return load_pretrained(
-            cls.auto, model_name_or_path, *args, run_compressed=run_compressed, **options
-        )
+        path = pretrained_model_name_or_path if model_name_or_path is None else model_name_or_path
+        if path is None:
+            raise TypeError("from_pretrained() missing the argument 'model_name_or_path'")
+        return load_pretrained(cls.auto, path, *args, run_compressed=run_compressed, **options)
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> Any:
@@ -94,11 +99,13 @@ def __getattr__(name: str) -> Any:
     """Create the class `SparseAutoModel…` on first use."""
     if name in AUTO_CLASSES:
         return _create_class(name)
+    if name in SAME_CLASSES:
+        return getattr(transformers, name.removeprefix("Sparse"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *AUTO_CLASSES})
+    return sorted({*globals(), *AUTO_CLASSES, *SAME_CLASSES})
 
 
 def load_pretrained(

@@ -41,10 +41,10 @@ from slimtensors.storage import (
     note_parameters,
     write_json,
 )
-from slimtensors.storage.atomic import apply_umask, create_folder
+from slimtensors.storage.atomic import create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import find_unused_columns, select_columns
-from slimtensors.transformers.saving import enable
+from slimtensors.transformers.saving import enable, save_quantized
 from slimtensors.transformers.weights import (
     collect_weights,
     encode_layers,
@@ -133,7 +133,7 @@ def save_model(
     if quantizing and save_compressed:
         config = make_config(model, quantizing[0])
         if report.sparsity < _SPARSE or config.has_activations:
-            format = _save_quantized(model, config, folder)
+            format = save_quantized(model, folder, ModelCompressor(config))
         else:
             format = _save_sparse_codes(model, config, folder)
     else:
@@ -143,17 +143,6 @@ def save_model(
     recipe.save(folder)
     write_json(folder / REPORT_FILE, report.to_json())
     return report
-
-
-def _save_quantized(model: Any, config: QuantizationConfig, folder: Path) -> str:
-    """Write the dialect compressed-tensors; return the format."""
-    state = ModelCompressor(config).compress(model)
-    try:
-        type(model).save_pretrained(model, folder, state_dict=state)
-        apply_umask(folder)
-        return str(model.config.quantization_config["format"])
-    finally:
-        del model.config.quantization_config  # the weights of the model in memory are dense
 
 
 def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> str:

@@ -14,6 +14,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions,
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
+from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.compat.model_state import match_targets
 from slimtensors.compat.sparse_formats import find_preset
 from slimtensors.errors import ConfigError
@@ -122,6 +123,17 @@ def attach_saver(model: Model, stored: StoredWeights) -> Model:
     return model
 
 
+def save_quantized(model: Any, folder: Path, compressor: ModelCompressor, **options: Any) -> str:
+    """Write a model that is quantized in memory with compressed-tensors; return the format."""
+    state = compressor.compress(model)
+    try:
+        type(model).save_pretrained(model, folder, state_dict=state, **options)
+        apply_umask(folder)
+        return str(model.config.quantization_config["format"])
+    finally:
+        del model.config.quantization_config  # the weights of the model in memory are dense
+
+
 def is_enabled(model: nn.Module) -> bool:
     """Return True if `enable` was called for a model."""
     return isinstance(model.save_pretrained, SavePretrained)
@@ -140,6 +152,7 @@ class SavePretrained:
         sparsity_config: SparsityConfig | None = None,
         save_compressed: bool | None = None,
         skip_compression_stats: bool = False,
+        quantization_format: str | None = None,
         preset: str | None = None,
         **options: Any,
     ) -> None:
@@ -150,15 +163,28 @@ class SavePretrained:
             sparsity_config: sparse format to use; its weights are stored in parts, as SparseML
                 stores them.
             save_compressed: True chooses a format: that of the folder that the model was loaded
-                from, else the bitmask of SparseML with at least 5 % zeros, else `lossless`. False
-                saves dense weights, even if a sparsity_config is given.
+                from, else that of compressed-tensors for a model quantized in memory, else the
+                bitmask of SparseML with at least 5 % zeros, else `lossless`. False saves dense
+                weights, even if a sparsity_config is given.
             skip_compression_stats: do not describe the sparsity of a dense model in `config.json`.
+            quantization_format: format of a model that is quantized in memory; must be the one
+                chosen when its config was applied, which is the default.
             preset: preset of the dialect `slim` to use, such as `sparse`: smaller files.
             options: arguments of `save_pretrained` of transformers.
         """
         if preset is not None and (sparsity_config is not None or save_compressed is False):
             raise ConfigError("preset cannot be combined with sparsity_config or dense weights")
         folder = local_path(save_directory)
+        is_compressed = save_compressed or sparsity_config is not None or quantization_format
+        if is_compressed and save_compressed is not False and self._stored.layout is None:
+            found = ModelCompressor.from_pretrained_model(
+                self._model, sparsity_config, quantization_format
+            )
+            if found is not None and found.quantization_config is not None:
+                save_quantized(self._model, folder, found, **options)
+                return
+        if quantization_format is not None:
+            raise ConfigError("quantization_format: the model is not quantized in memory")
         if preset is None:
             layout = self._choose_layout(sparsity_config, save_compressed)
         else:
