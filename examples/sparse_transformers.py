@@ -7,7 +7,7 @@ Prints:
 
     before: None
     dense 3.2 MB, compressed 1.5 MB
-    after: sparse-bitmask, unstructured, 60 % zeros
+    after: sparse_bitmask, unstructured, 60 % zeros
     the weights are equal: True
 """
 

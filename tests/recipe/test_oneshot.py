@@ -175,13 +175,13 @@ def test_constant_pruning_preserves_even_a_few_zeros():
 def test_a_pruned_model_is_saved_sparse_and_loads_unchanged(tmp_path):
     recipe = [SparseGPT(0.6)]
     model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path)
-    assert report.format == "sparse"
+    assert report.format == "bitmask"
     assert report.sparsity == pytest.approx(0.6, abs=0.01)
     assert same_weights(SparseAutoModelForCausalLM.from_pretrained(tmp_path), model)
     assert Recipe.load(tmp_path / "recipe.yaml") == Recipe.of(recipe)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved == json.loads(json.dumps(report.to_json()))
-    assert saved["format"] == "sparse"
+    assert saved["format"] == "bitmask"
     assert saved["stored_bytes"] > 0
     assert {layer["structure"] for layer in saved["layers"]} == {"unstructured"}
     assert all(layer["bits"] < 32 for layer in saved["layers"])
