@@ -109,8 +109,11 @@ def test_a_model_is_quantized_and_stored_sparse(tmp_path, kind, sparsity):
     state = compressor.compress(model)
     up = "model.layers.0.mlp.up_proj"
     assert state[f"{up}.compressed"].element_size() == 1
+    if kind == "int":
+        assert (state[f"{up}.compressed"] == -128).any(), "a code that 0.14 drops from 2:4 weights"
     assert {f"{up}.bitmask", f"{up}.shape", f"{up}.weight_scale"} <= state.keys()
     assert f"{up}.weight" not in state
+    dense = compressor.decompress(state)
     model.save_pretrained(tmp_path / "small", state_dict=state)
     compressor.update_config(tmp_path / "small")
     section = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
@@ -121,6 +124,7 @@ def test_a_model_is_quantized_and_stored_sparse(tmp_path, kind, sparsity):
         tmp_path / "small", output_loading_info=True
     )
     assert not any(info.values())
+    assert all(same_bits(dense[name], x.data) for name, x in loaded.named_parameters())
     weights = dict(model.named_parameters())
     assert all(same_bits(x.data, weights[name].data) for name, x in loaded.named_parameters())
     loaded.save_pretrained(tmp_path / "again")
@@ -277,3 +281,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     with pytest.raises(MismatchError, match=r"missing .*unexpected .*SparseAutoModel"):
         ModelCompressor.from_pretrained(tmp_path).decompress(tmp_path, target)
+
+
+def test_negative_zeros_are_kept():
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight.zero_()[0, :3] = torch.tensor([-0.0, 1.0, -0.0])
+    for config in (BitmaskConfig(), Sparse24BitmaskConfig()):
+        compressor = ModelCompressor(config)
+        back = compressor.decompress(compressor.compress(model))
+        assert same_bits(back["0.weight"], model[0].weight.data)

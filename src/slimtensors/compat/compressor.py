@@ -20,7 +20,7 @@ from slimtensors.compat.model_state import (
     match_targets,
 )
 from slimtensors.compat.sparse_formats import find_preset
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, report_malformed
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     CONFIG,
@@ -44,7 +44,7 @@ from slimtensors.quantization.state_dict import (
 )
 from slimtensors.runtime.convert import dequantize_
 from slimtensors.storage import StrPath, write_file_atomically
-from slimtensors.tensor import Json, check_storable, to_cpu
+from slimtensors.tensor import Json, check_storable, parse_shape, to_cpu
 
 __all__ = ["ModelCompressor"]
 
@@ -311,7 +311,18 @@ def _choose_codec(name: str, x: Tensor, format: str) -> Bitmask | Bitmask24 | No
 
 
 def _load_state(source: StrPath | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return source if isinstance(source, Mapping) else load(source)
+    if not isinstance(source, Mapping):
+        return load(source)
+    state = dict(source)
+    for prefix, name in compressed_tensors.find_prefixes(source.keys()).items():
+        parts = {part: state.pop(f"{prefix}.{part}") for part in ("compressed", "bitmask", "shape")}
+        state.pop(f"{prefix}.row_offsets", None)
+        with report_malformed(name):
+            shape = parse_shape(parts["shape"].flatten().tolist())
+            state[name] = compressed_tensors.join(
+                to_cpu(parts["compressed"]), to_cpu(parts["bitmask"]), shape
+            )
+    return state
 
 
 def _to_dict(section: Any) -> Json:

@@ -112,6 +112,7 @@ def load_pretrained(
     auto: Any, path: StrPath, *args: Any, run_compressed: bool = False, **options: Any
 ) -> Any:
     """Load a model with a class of transformers, from a dense or compressed folder; enable it."""
+    _check_path(path)
     options = _add_config(path, options, run_compressed=run_compressed)
     loaded = auto.from_pretrained(path, *args, **options)
     model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
@@ -144,6 +145,7 @@ def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
 
 def find_model_class(source: StrPath) -> Any:
     """Return the class of transformers that saved a model, given its folder or name."""
+    _check_path(source)
     names: Sequence[str] = transformers.AutoConfig.from_pretrained(source).architectures or ()
     if (found := find_class(names)) is None:
         raise ConfigError(
@@ -181,6 +183,11 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
         del config.compression_config
     config.quantization_config = section | ({"run_compressed": True} if run_compressed else {})
     return {**rest, "config": config}
+
+
+def _check_path(path: StrPath) -> None:
+    if str(path).startswith("zoo:"):
+        raise ConfigError(f"{path}: the SparseZoo is offline; pass a folder or a name on the hub")
 
 
 def _check_dense(model: nn.Module) -> None:

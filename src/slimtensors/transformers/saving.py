@@ -35,6 +35,7 @@ from slimtensors.folder.config_json import (
 )
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantization.state import get_quantization
 from slimtensors.runtime import CompressedTensor, CsrTensor
 from slimtensors.runtime.serialization import to_encoded
 from slimtensors.storage import (
@@ -175,44 +176,46 @@ class SavePretrained:
         if preset is not None and (sparsity_config is not None or save_compressed is False):
             raise ConfigError("preset cannot be combined with sparsity_config or dense weights")
         folder = local_path(save_directory)
-        is_compressed = save_compressed or sparsity_config is not None or quantization_format
-        if is_compressed and save_compressed is not False and self._stored.layout is None:
-            found = ModelCompressor.from_pretrained_model(
+        is_requested = save_compressed or sparsity_config is not None or quantization_format
+        is_free = save_compressed is not False and preset is None and self._stored.layout is None
+        if is_requested and is_free and self._is_quantized():
+            compressor = ModelCompressor.from_pretrained_model(
                 self._model, sparsity_config, quantization_format
             )
-            if found is not None and found.quantization_config is not None:
-                save_quantized(self._model, folder, found, **options)
-                return
+            assert compressor is not None, "the model is quantized"
+            save_quantized(self._model, folder, compressor, **options)
+            return
         if quantization_format is not None:
-            raise ConfigError("quantization_format: the model is not quantized in memory")
+            raise ConfigError("quantization_format requires a model that is quantized in memory")
         if preset is None:
             layout = self._choose_layout(sparsity_config, save_compressed)
         else:
             presets.find(preset)
             layout = Layout(preset)
         if layout is not None and not getattr(self._model, "_hf_peft_config_loaded", False):
-            keep = (
-                select_all
-                if sparsity_config is None
-                else match_targets(self._model, sparsity_config)
-            )
+            keep = match_targets(self._model, sparsity_config) if sparsity_config else select_all
             self._model.sparsity_config = self._save_compressed(folder, layout, keep, **options)
             return
         self._save_dense(folder, **options)
-        is_requested = sparsity_config is not None
+        has_config = sparsity_config is not None
         self._model.sparsity_config = (
-            None if skip_compression_stats else self._describe_sparsity(folder, is_requested)
+            None if skip_compression_stats else self._describe_sparsity(folder, has_config)
         )
+
+    def _is_quantized(self) -> bool:
+        """Return True if layers of the model are quantized in memory."""
+        return any(get_quantization(module) is not None for module in self._model.modules())
 
     def _choose_layout(
         self, sparsity_config: SparsityConfig | None, save_compressed: bool | None
     ) -> Layout | None:
         """Return how to write the weights, or None to write them dense."""
-        requested = "dense" if sparsity_config is None else find_preset(sparsity_config.format)
+        if sparsity_config is not None:
+            preset = find_preset(sparsity_config.format)
+            is_dense = preset == "dense" or save_compressed is False
+            return None if is_dense else Layout(preset, COMPRESSED_TENSORS)
         if save_compressed is False:
             return None
-        if sparsity_config is not None:
-            return None if requested == "dense" else Layout(requested, COMPRESSED_TENSORS)
         if self._stored.layout is not None or save_compressed is None:
             return self._stored.layout
         if measure_sparsity(self._model).share >= _MIN_SPARSITY:

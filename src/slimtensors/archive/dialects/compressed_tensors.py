@@ -3,7 +3,7 @@
 Files are written as by compressed-tensors up to 0.14; files of all releases are readable.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,8 @@ class SparseMember:
 
     def load(self, each: Each) -> Tensor:
         """Scatter the values, which both sparse formats store in the order of the mask."""
-        like = self.spec()
         values, mask = self.parts["compressed"], self.parts["bitmask"]
-        out = bitmask.scatter(
-            mask.read(each).flatten(),
-            as_bytes(values.read(each)),
-            like,
-            like.shape[-1] if like.shape else 1,
-            each,
-        )
+        out = join(values.read(each), mask.read(each), self.spec().shape, each)
         for suffix, part in self.parts.items():
             if suffix == "row_offsets":
                 part.read(each)  # not needed for decoding; verifies its checksum
@@ -143,6 +136,26 @@ def split(x: Tensor, codec: Bitmask | Bitmask24, each: Each = serially) -> dict[
     return parts | {"bitmask": parts["bitmask"].view(rows, -1)}
 
 
+def join(values: Tensor, mask: Tensor, shape: tuple[int, ...], each: Each = serially) -> Tensor:
+    """Return the tensor of which `split` returned these parts."""
+    row = shape[-1] if shape else 1
+    return bitmask.scatter(mask.flatten(), as_bytes(values), Spec(values.dtype, shape), row, each)
+
+
+def find_prefixes(names: Collection[str]) -> dict[str, str]:
+    """Return the tensors that entries without a manifest are parts of: prefix -> name."""
+    ends = (name.rpartition(".") for name in names)
+    prefixes = [
+        prefix
+        for prefix, _, last in ends
+        if last == "bitmask" and all(f"{prefix}.{part}" in names for part in _REQUIRED)
+    ]
+    # Up to 0.8 all tensors were sparse, as module.weight.bitmask and module.bias.bitmask; later
+    # only weights, as module.bitmask.
+    full_names = any(prefix.rpartition(".")[2] in ("weight", "bias") for prefix in prefixes)
+    return {prefix: prefix if full_names else f"{prefix}.weight" for prefix in prefixes}
+
+
 @dataclass(frozen=True, slots=True)
 class PartGroup:
     """A tensor stored in parts: its name and the entries that belong to it."""
@@ -165,17 +178,10 @@ def find_own_groups(
 
 def find_foreign_groups(stored: Mapping[str, StoredEntry]) -> Iterator[PartGroup]:
     """Yield the sparse tensors in files without a manifest, recognized by their suffixes."""
-    found = {}
-    for key in stored:
-        prefix, _, last = key.rpartition(".")
-        if last == "bitmask" and set(_REQUIRED) <= (parts := _find_parts(prefix, stored)).keys():
-            found[prefix] = parts
-    # Up to 0.8 all tensors were sparse, as module.weight.bitmask and module.bias.bitmask; later
-    # only weights, as module.bitmask.
-    full_names = any(prefix.rpartition(".")[2] in ("weight", "bias") for prefix in found)
-    for prefix, parts in found.items():
+    for prefix, name in find_prefixes(stored).items():
+        parts = _find_parts(prefix, stored)
         codec = "bitmask24" if len(parts["compressed"].entry.spec.shape) == 2 else "bitmask"
-        yield _make_group(prefix if full_names else f"{prefix}.weight", prefix, codec, parts)
+        yield _make_group(name, prefix, codec, parts)
 
 
 def _find_parts(prefix: str, stored: Mapping[str, StoredEntry]) -> dict[str, StoredEntry]:
