@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import slimtensors
-from slimtensors import BitmaskConfig, ModelCompressor, Sparse24BitmaskConfig
+from slimtensors import BitmaskConfig, ModelCompressor, Sparse24BitmaskConfig, compat
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.quantization import (
     QuantizationArgs,
@@ -146,7 +146,8 @@ def test_targets_select_the_layers_that_are_stored_sparse(tmp_path):
 def test_the_whole_cycle_of_0_14(tmp_path):
     model = make_24(llama(tied=True))
     compressor = ModelCompressor.from_pretrained_model(model, "sparse-24-bitmask")
-    assert isinstance(compressor.sparsity_config, Sparse24BitmaskConfig)
+    assert isinstance(compressor.sparsity_config, compat.Sparse24BitMaskConfig)
+    assert isinstance(compressor.sparsity_config, compat.SparsityCompressionConfig)
     state = compressor.compress(model, model.state_dict(), show_progress=False)
     type(model).save_pretrained(model, tmp_path / "small", state_dict=state)
     compressor.update_config(str(tmp_path / "small"))

@@ -326,6 +326,8 @@ def test_a_quantized_model_is_saved_in_the_format_of_compressed_tensors(tmp_path
     )
     assert list_suffixes(tmp_path / "both") >= PARTS
     assert same_weights(SparseAutoModelForCausalLM.from_pretrained(tmp_path / "both"), made)
+    made.save_pretrained(tmp_path / "slim", preset="lossless", save_compressed=True)
+    assert read_config(tmp_path / "slim")["quantization_config"]["preset"] == "lossless"
     made.save_pretrained(tmp_path / "plain", save_compressed=False)
     assert "quantization_config" not in read_config(tmp_path / "plain")
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), made)

@@ -11,6 +11,8 @@ from slimtensors.folder.config_json import BitmaskConfig, Sparse24BitmaskConfig,
 
 Sparse24BitMaskConfig = Sparse24BitmaskConfig
 """The spelling of compressed-tensors."""
+SparsityCompressionConfig = SparsityConfig
+"""The name in compressed-tensors."""
 
 if TYPE_CHECKING:
     from slimtensors.compat.compressor import ModelCompressor
@@ -20,6 +22,7 @@ __all__ = [
     "ModelCompressor",
     "Sparse24BitMaskConfig",
     "Sparse24BitmaskConfig",
+    "SparsityCompressionConfig",
     "SparsityConfig",
     "load_compressed",
     "save_compressed",

@@ -336,4 +336,4 @@ def _to_dict(section: Any) -> Json:
 def _set_section(model: nn.Module, section: Json) -> None:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_file"):
-        config.quantization_config = section
+        config.quantization_config = dict(section)

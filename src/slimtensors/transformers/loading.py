@@ -246,8 +246,7 @@ class SlimQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        preset = self.quantization_config.preset
-        stored = StoredWeights(None if preset == "dense" else Layout(preset))
+        stored = StoredWeights(Layout.of(self.quantization_config.preset))
         if self._reader:
             self._reader.finish(model)
             stored = self._reader.describe(stored.layout)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -90,7 +90,7 @@ def enable(model: Model, *, preset: str | None = None) -> Model:
     """
     if preset is not None:
         presets.find(preset)
-    return attach_saver(model, StoredWeights(None if preset is None else Layout(preset)))
+    return attach_saver(model, StoredWeights(Layout.of(preset)))
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ class Layout:
 
     preset: str
     dialect: str = SLIM
+
+    @classmethod
+    def of(cls, preset: str | None) -> Self | None:
+        """Return the layout of a preset in the dialect `slim`; None for dense weights."""
+        return None if preset in (None, "dense") else cls(str(preset))
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,11 @@ def attach_saver(model: Model, stored: StoredWeights) -> Model:
 
 def save_quantized(model: Any, folder: Path, compressor: ModelCompressor, **options: Any) -> str:
     """Write a model that is quantized in memory with compressed-tensors; return the format."""
-    state = compressor.compress(model)
+    state = compressor.compress(model, options.pop("state_dict", None))
     try:
         type(model).save_pretrained(model, folder, state_dict=state, **options)
-        apply_umask(folder)
+        if folder.is_dir():  # created by the main process only
+            apply_umask(folder)
         return str(model.config.quantization_config["format"])
     finally:
         del model.config.quantization_config  # the weights of the model in memory are dense
@@ -184,6 +190,7 @@ class SavePretrained:
             )
             assert compressor is not None, "the model is quantized"
             save_quantized(self._model, folder, compressor, **options)
+            self._model.sparsity_config = compressor.sparsity_config
             return
         if quantization_format is not None:
             raise ConfigError("quantization_format requires a model that is quantized in memory")
@@ -191,7 +198,7 @@ class SavePretrained:
             layout = self._choose_layout(sparsity_config, save_compressed)
         else:
             presets.find(preset)
-            layout = Layout(preset)
+            layout = Layout.of(preset)
         if layout is not None and not getattr(self._model, "_hf_peft_config_loaded", False):
             keep = match_targets(self._model, sparsity_config) if sparsity_config else select_all
             self._model.sparsity_config = self._save_compressed(folder, layout, keep, **options)
