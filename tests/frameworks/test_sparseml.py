@@ -35,6 +35,7 @@ from slimtensors.transformers import (
 )
 
 PARTS = {"bitmask", "compressed", "row_offsets", "shape"}
+GOLDEN = Path(__file__).parents[1] / "golden" / "slim" / "2" / "sparseml" / "model"
 PROGRAM = Path(__file__).parents[1] / "transformers" / "programs" / "load_without_import.py"
 
 
@@ -377,3 +378,19 @@ def test_a_plain_auto_class_stops_at_sparse_folders_of_compressed_tensors(tmp_pa
         AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "small")
     assert same_weights(loaded, llama())
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, SparseAutoModelForCausalLM])
+def test_a_golden_folder_loads_and_is_saved_again(tmp_path, auto):
+    loaded, info = auto.from_pretrained(GOLDEN, output_loading_info=True)
+    assert not any(info.values())
+    want = slimtensors.load(GOLDEN)
+    assert all(same_bits(loaded.get_parameter(name).data, x) for name, x in want.items())
+    loaded.save_pretrained(tmp_path, max_shard_size="4kB")
+    names = sorted(path.name for path in GOLDEN.glob("*.safetensors"))
+    assert len(names) > 1
+    tables = [
+        {k: x for name in names for k, x in load_file(f / name).items()} for f in (GOLDEN, tmp_path)
+    ]
+    assert tables[0].keys() == tables[1].keys()
+    assert all(same_bits(x, tables[1][name]) for name, x in tables[0].items())

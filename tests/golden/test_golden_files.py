@@ -58,7 +58,7 @@ def test_nobody_rewrites_adds_or_removes_a_golden_file():
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
-@find_golden("codecs", "states", "shards")
+@find_golden("codecs", "states", "shards", "sparseml")
 def test_a_golden_archive_loads_to_the_bits_that_went_in(path):
     file = path if path.is_dir() else path.with_name(f"{path.name}.safetensors")
     assert describe(slimtensors.load(file)) == expected(path)

@@ -191,10 +191,17 @@ def sort_keys(value):
     return value | {"items": sorted(items, key=str)} if items else value
 
 
+@find_golden("sparseml")
+def test_model_folders(path):
+    assert sort_keys(describe(open_archive(path).state())) == sort_keys(expected(path))
+
+
+SPARSE_CODES = sorted((GOLDEN / "compressed_tensors").glob("*/sparse-*bitmask.safetensors"))
 SPARSE = sorted(
     path
     for path in (GOLDEN / "compressed_tensors").rglob("*.safetensors")
-    if not path.stem.endswith("dense") and not path.stem.startswith(("quantized", "lifecycle"))
+    if not path.stem.endswith("dense")
+    and not path.stem.startswith(("quantized", "lifecycle", "sparse-"))
 )
 
 
@@ -203,6 +210,20 @@ def test_sparse_files_of_compressed_tensors(path):
     found = open_archive(path).tensors()
     want = open_archive(path.with_name(f"{path.stem}-dense.safetensors")).stored
     assert found == want
+
+
+@pytest.mark.parametrize("path", SPARSE_CODES, ids=lambda path: path.stem)
+def test_sparse_codes_of_compressed_tensors(path):
+    stored = open_archive(path).tensors()
+    config = json.loads(path.with_name(f"{path.stem}-config.json").read_bytes())
+    args = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    for name, want in open_archive(path.with_name(f"{path.stem}-dense.safetensors")).stored.items():
+        layer = name.removesuffix("weight")
+        parts = {k.removeprefix(layer): x for k, x in stored.items() if k.startswith(layer)}
+        is_quantized = "weight_scale" in parts
+        assert is_quantized == (layer != "lm_head.")
+        have = quantized.decode_module(parts, args, want.dtype) if is_quantized else parts["weight"]
+        assert have == want
 
 
 QUANTIZED = [

@@ -28,7 +28,8 @@ class Archive:
 
     def tensors(self):
         """Return the decoded tensors by name, tied ones and copies included."""
-        found = decode_all(self.stored, self.manifest)
+        plans = {name: x for m in self.manifests for name, x in m.get("plans", {}).items()}
+        found = decode_all(self.stored, self.manifest and {**self.manifest, "plans": plans})
         for manifest in self.manifests:
             for key in ("tied", "copies"):
                 for name, home in manifest.get(key, {}).items():
