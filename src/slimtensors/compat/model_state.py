@@ -11,36 +11,28 @@ from slimtensors.quantization import formats
 from slimtensors.quantization.apply import decompress_quantized_weights
 from slimtensors.quantization.config import QuantizationConfig
 from slimtensors.quantization.layers import list_class_names
-from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.quantization.state import LayerPlan, get_quantization
+from slimtensors.quantization.state_dict import read_schemes
 from slimtensors.quantization.targets import KV_CACHE, matches_any
 
 
 def describe_quantization(model: nn.Module) -> QuantizationConfig | None:
-    """Return the config of a quantized model, or None if no layer is quantized."""
-    states = [state for x in model.modules() if (state := get_quantization(x)) is not None]
-    if not states:
+    """Return the config of a quantized model, with its groups; None if no layer is quantized."""
+    plans = {
+        state.plan.group: state.plan
+        for module in model.modules()
+        if (state := get_quantization(module)) is not None
+    }
+    if not plans:
         return None
-    layers: dict[str, list[LayerPlan]] = {}
-    for state in states:
-        layers.setdefault(state.plan.group, []).append(state.plan)
-    kv_cache = layers.pop(KV_CACHE, [])
+    found = read_schemes(model)
+    groups = {name: plan for name, plan in plans.items() if name != KV_CACHE}
     return QuantizationConfig(
-        {group: _make_scheme(plans) for group, plans in layers.items()},
-        format=formats.merge(plans[0].format for plans in layers.values()),
-        quantization_status=states[0].status,
-        kv_cache_scheme=kv_cache[0].activations["k"] if kv_cache else None,
-    )
-
-
-def _make_scheme(plans: list[LayerPlan]) -> QuantizationScheme:
-    plan = plans[0]
-    return QuantizationScheme(
-        targets=[plan.name for plan in plans],
-        weights=plan.weight_args,
-        input_activations=plan.activations.get("input"),
-        output_activations=plan.activations.get("output"),
-        format=plan.format if plan.weights else None,
+        {name: plan.scheme for name, plan in groups.items()},
+        formats.merge(plan.format for plan in groups.values()),
+        found.status,
+        found.unquantized,
+        found.kv_cache,
     )
 
 
