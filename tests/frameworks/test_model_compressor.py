@@ -292,3 +292,17 @@ def test_negative_zeros_are_kept():
         compressor = ModelCompressor(config)
         back = compressor.decompress(compressor.compress(model))
         assert same_bits(back["0.weight"], model[0].weight.data)
+
+
+def test_only_allowed_modules_are_quantized():
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    args = QuantizationArgs(num_bits=8, strategy="channel")
+    config = QuantizationConfig({"group_0": QuantizationScheme(["Linear"], weights=args)})
+    config.quantization_status = QuantizationStatus.FROZEN
+    apply_quantization_config(model, config, allowed_modules=[mlp, mlp.up_proj, mlp.gate_proj])
+    quantized = {x for x in model.modules() if get_quantization(x) is not None}
+    assert quantized == {mlp.up_proj, mlp.gate_proj}
+    state = ModelCompressor(quantization_config=config).compress(model)
+    scales = {name for name in state if name.endswith("weight_scale")}
+    assert scales == {f"model.layers.0.mlp.{name}_proj.weight_scale" for name in ("up", "gate")}

@@ -1,7 +1,7 @@
 """Lifecycle of a quantized model: apply a config, calibrate, freeze, compress, decompress."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
@@ -22,6 +22,7 @@ def apply_quantization_config(
     config: QuantizationConfig | None,
     run_compressed: bool = False,
     show_progress: bool = True,
+    allowed_modules: Collection[nn.Module] | None = None,
 ) -> Report:
     """Prepare the layers that a config matches, in place, up to its `quantization_status`.
 
@@ -33,7 +34,8 @@ def apply_quantization_config(
         config.quantization_status = QuantizationStatus.FROZEN
         report = apply_quantization_config(model, config)
 
-    `show_progress` is accepted for scripts of compressed-tensors; there is no progress bar.
+    `allowed_modules` restricts the layers to these modules; groups are checked for the whole
+    model. `show_progress` is accepted for scripts of compressed-tensors; there is no progress bar.
 
     Raise `ConfigError` if a group of the config matches no layer or is ambiguous.
     """
@@ -49,7 +51,7 @@ def apply_quantization_config(
             f"cannot apply a config with quantization_status {config.quantization_status}; "
             "use ModelCompressor.restore to load compressed weights"
         )
-    layers = find_layers(model, config, report)
+    layers = find_layers(model, config, report, allowed_modules)
     states = [_attach(layer, report) for layer in layers]
     _link_experts(states)
     if any("q" in state.plan.activations for state in states):

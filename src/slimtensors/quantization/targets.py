@@ -1,7 +1,7 @@
 """Resolve a config against a model: which layers it quantizes and how."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,8 +40,15 @@ class Layer:
     plan: LayerPlan
 
 
-def find_layers(model: nn.Module, config: QuantizationConfig, report: Report) -> list[Layer]:
+def find_layers(
+    model: nn.Module,
+    config: QuantizationConfig,
+    report: Report,
+    allowed: Collection[nn.Module] | None = None,
+) -> list[Layer]:
     """Return the layers that a config quantizes; surprises are added to the report.
+
+    If `allowed` is given, only layers that are in it are returned.
 
     Raise `ConfigError` if there are none, if groups are ambiguous or if a layer cannot be
     quantized.
@@ -49,6 +56,8 @@ def find_layers(model: nn.Module, config: QuantizationConfig, report: Report) ->
     _check_status(model)
     layers = [*_plan_layers(model, config), *_plan_attentions(model, config)]
     _check_layers(model, config, layers, report)
+    if allowed is not None:
+        layers = [layer for layer in layers if layer.module in allowed]
     for layer in layers:
         report.groups.setdefault(layer.plan.group, []).append(layer.plan.name)
     return layers
