@@ -10,7 +10,6 @@ Prints:
     from_pretrained loads the best checkpoint: True
 """
 
-import logging
 from pathlib import Path
 
 import torch
@@ -24,8 +23,6 @@ from transformers import (
 )
 
 from slimtensors.transformers import SlimTrainer as Trainer  # instead of: from transformers import
-
-logging.disable(logging.WARNING)
 
 
 class Interrupt(TrainerCallback):

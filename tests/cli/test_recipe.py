@@ -55,7 +55,7 @@ def test_a_recipe_is_applied_and_reported(source, tmp_path, capsys):
     assert run(*command, "--work", tmp_path / "work") == 0
     out = capsys.readouterr().out
     assert "model.layers.1.mlp.down_proj  unstructured  75.0%" in out
-    assert "stored as sparse" in out
+    assert "stored as bitmask" in out
     weights = slimtensors.load(tmp_path / "out")
     assert weights["model.layers.0.mlp.up_proj.weight"].eq(0).float().mean() == 0.75
     assert Recipe.load(tmp_path / "out" / "recipe.yaml") == Recipe.load(recipe)

@@ -126,7 +126,7 @@ def save_model(
 
     A quantized model is stored in the dialect compressed-tensors, which other loaders read. If it
     is also sparse, and activations are not quantized, it is stored in the dialect slim, which is
-    smaller. A sparse model is stored with the preset `sparse`.
+    smaller. A sparse model is stored as bitmasks and values, in the layout of SparseML.
     """
     enable(model)
     quantizing = [each for each in recipe.modifiers if isinstance(each, QuantizationModifier)]
