@@ -205,6 +205,30 @@ def test_a_plain_module_is_resumed(tmp_path):
     assert_equal_weights(weights(resumed), weights(whole))
 
 
+class Growing(Plain):
+    """A model with a buffer that grows while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, input_ids, labels=None):
+        self.seen = torch.cat([self.seen, input_ids[:, 0].float()])
+        return super().forward(input_ids, labels)
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        self.seen = torch.zeros_like(state_dict["seen"])
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+def test_a_model_may_load_its_state_in_its_own_way(tmp_path):
+    whole, _ = train(Trainer, tmp_path / "whole", make_model=Growing)
+    interrupt(SlimTrainer, tmp_path / "run", 8, make_model=Growing)
+    resumed, _ = train(SlimTrainer, tmp_path / "run", resume=True, make_model=Growing)
+    assert len(whole.model.seen) == 4 * 14
+    assert_equal_weights(weights(resumed), weights(whole))
+
+
 def test_early_stopping_continues_to_count(tmp_path):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", **EVAL}
     options |= {"greater_is_better": True, "restore_callback_states_from_checkpoint": True}
