@@ -172,6 +172,24 @@ def test_compilers_see_one_graph(kind):
     check_compiled(kind, "aot_eager")
 
 
+@each_kind
+def test_compiled_models_have_gradients(kind):
+    """Biases have, so that a script without `torch.no_grad()` needs them."""
+    torch._dynamo.reset()
+    model = make_model(kind)
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for run, x in zip(
+        (model, torch.compile(model, backend="aot_eager", fullgraph=True)), inputs, strict=True
+    ):
+        run(x).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0.05, atol=1.5)
+
+
+@each_kind
+def test_models_run_on_the_meta_device(kind):
+    assert make_model(kind).to("meta")(X.to("meta")).shape == X.shape
+
+
 INDUCTOR = [
     pytest.param(kind, marks=[] if kind == "int8" else pytest.mark.long, id=kind) for kind in KINDS
 ]

@@ -122,7 +122,7 @@ class CompressedTensor(DispatchedTensor):
         """Return the dense tensor."""
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return _dequantize_op(*self.traced_arguments()) if self.is_traced() else self.decompress()
+        return dequantize_op(*self.traced_arguments()) if self.is_traced() else self.decompress()
 
     def check(self) -> None:
         """Raise `CorruptFileError` if parts that were read from a file do not fit together."""
@@ -390,11 +390,12 @@ def parse_traced_spec(form: str) -> Spec:
 
 
 @torch.library.custom_op("slimtensors::dequantize", mutates_args=())
-def _dequantize_op(form: str, leaves: list[Tensor]) -> Tensor:
+def dequantize_op(form: str, leaves: list[Tensor]) -> Tensor:
+    """Return the dense tensor that `CompressedTensor.traced_arguments` represents."""
     return rebuild_traced(form, leaves).decompress()
 
 
-@_dequantize_op.register_fake
+@dequantize_op.register_fake
 def _(form: str, leaves: list[Tensor]) -> Tensor:
     spec = parse_traced_spec(form)
     return leaves[0].new_empty(spec.shape, dtype=spec.dtype)
