@@ -197,12 +197,93 @@ def test_dense_computation_is_reported_once_per_operator_and_class(kind, caplog)
     ]
 
 
+INVALID = {
+    "embedding of a negative index": lambda w: functional.embedding(torch.tensor([-1]), w),
+    "embedding of a large index": lambda w: functional.embedding(torch.tensor([64]), w),
+    "negative index": lambda w: w[torch.tensor([3, -65])],
+    "select, dim": lambda w: w.select(2, 0),
+    "select, index": lambda w: w.select(0, -65),
+    "cat, dim": lambda w: torch.cat([w, w], 2),
+    "cat, negative dim": lambda w: torch.cat([w, w], -3),
+    "cat, shape": lambda w: torch.cat([w, w[:, :32]]),
+    "transpose": lambda w: w.transpose(0, 3),
+    "permute, one dim": lambda w: w.permute(0),
+    "permute, same dim": lambda w: w.permute(1, 1),
+    "narrow": lambda w: w.narrow(0, 60, 10),
+    "split by 0": lambda w: w.split(0),
+    "split by a negative size": lambda w: w.split(-1),
+    "split by other sizes": lambda w: w.split([1, 2]),
+    "view": lambda w: w.view(3, -1),
+    "mm of 3 dimensions": lambda w: torch.mm(X3, w.t()),
+    "mv of a matrix": lambda w: w.mv(X.t()),
+    "addmm of 3 dimensions": lambda w: torch.addmm(BIAS, X3, w.t()),
+    "addmm of a large bias": lambda w: torch.addmm(X3, X, w.t()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_raise_the_errors_of_dense_weights(name, kind):
+    weight = KINDS[kind](dense_weight())
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        INVALID[name](dense_weight())
+    with pytest.raises(expected.type):
+        INVALID[name](weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda w: functional.linear(input=X, weight=w, bias=BIAS),
+        lambda w: torch.matmul(X, other=w.t()),
+        lambda w: torch.mm(input=X, mat2=w.t()),
+        lambda w: torch.mv(w, vec=X[0]),
+        lambda w: torch.addmm(input=BIAS, mat1=X, mat2=w.t(), alpha=3),
+        lambda w: torch.addmm(torch.full((64,), torch.nan).bfloat16(), X, w.t(), beta=0),
+        lambda w: torch.addmm(BIAS, X, w.t(), out=torch.empty(3, 64).bfloat16()),
+        lambda w: torch.mm(X, w.t(), out=torch.empty(3, 64).bfloat16()),
+        lambda w: torch.allclose(input=w, other=w),
+        lambda w: torch.vmap(lambda x: functional.linear(x, w))(X3),
+    ],
+)
+def test_functions_accept_all_arguments_of_torch(run, kind):
+    weight = KINDS[kind](dense_weight())
+    with torch.no_grad():
+        check_equal(run(weight), run(weight.dequantize()), 0.04)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)])
+def test_gradients_do_not_change_products(kind, shape):
+    """Products with gradients used dense weights, and inputs that were not quantized."""
+    weight = KINDS[kind](dense_weight(dtype=torch.float32))
+    inputs = [torch.randn(shape), torch.randn(64)]
+    with torch.no_grad():
+        expected = functional.linear(inputs[0], weight, inputs[1])
+    x, bias = (tensor.requires_grad_() for tensor in inputs)
+    found = functional.linear(x, weight, bias)
+    assert same_bits(found.detach(), expected)
+    dense = functional.linear(x, weight.dequantize(), bias)
+    grads = [torch.autograd.grad(out.square().sum(), (x, bias)) for out in (found, dense)]
+    for mine, want in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, want, rtol=0.04, atol=2)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_of_a_product_with_a_transposed_weight_receive_gradients(kind):
     weight = KINDS[kind](dense_weight(dtype=torch.float32))
     x = torch.randn(3, 64, requires_grad=True)
     (x @ weight.t()).sum().backward()
     torch.testing.assert_close(x.grad[0], weight.dequantize().sum(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_casts_inputs_and_weights(kind):
+    weight = KINDS[kind](dense_weight(dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        for run in (functional.linear, lambda x, w: x @ w.t()):
+            check_equal(run(X.float(), weight), run(X.float(), weight.dequantize()), 0.04)
 
 
 COLUMNS = {

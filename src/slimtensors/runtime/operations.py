@@ -5,12 +5,13 @@ An operator that is not implemented, or that returns `DENSE`, runs on dense copi
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError, UnsupportedOperationError
+from slimtensors.errors import UnsupportedOperationError
 from slimtensors.runtime.compressed import CompressedTensor, parse_traced_spec, rebuild_traced
 from slimtensors.runtime.dispatch import DENSE, implements, to_dense
 from slimtensors.runtime.views import ViewTensor
@@ -31,13 +32,22 @@ def _embedding(
     if weight.is_traced():
         rows: Tensor = _rows_op(flat, *weight.traced_arguments())
     else:
-        rows = weight.take_rows(flat)
+        rows = _take_rows(weight, flat)
     return rows.view(*indices.shape, weight.shape[-1])
 
 
 @torch.library.custom_op("slimtensors::rows", mutates_args=())
 def _rows_op(index: Tensor, form: str, leaves: list[Tensor]) -> Tensor:
-    return rebuild_traced(form, leaves).take_rows(index)
+    return _take_rows(rebuild_traced(form, leaves), index)
+
+
+def _take_rows(weight: CompressedTensor, index: Tensor) -> Tensor:
+    """Return dense rows; refuse negative indices, which parts would count from their end."""
+    if not index.is_meta and index.numel() and int(index.min()) < 0:
+        raise IndexError(
+            f"index {int(index.min())} is out of bounds for dimension 0 with size {len(weight)}"
+        )
+    return weight.take_rows(index)
 
 
 @_rows_op.register_fake
@@ -54,7 +64,13 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if not is_matrix or index is None or index.dtype not in (torch.int64, torch.int32):
         return DENSE  # type: ignore[no-any-return]
     assert isinstance(x, CompressedTensor)
-    return _embedding(x, torch.where(index < 0, index + x.shape[0], index))
+    count = x.shape[0]
+    return _embedding(x, torch.where((index < 0) & (index >= -count), index + count, index))
+
+
+def _make_meta(x: Tensor) -> Tensor:
+    """Return a tensor of the same shape, on which torch checks the arguments of an operator."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 @implements(_aten.slice.Tensor)
@@ -85,23 +101,16 @@ def _share_memory(a: CompressedTensor, b: CompressedTensor) -> bool:
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-@implements(_aten.split.Tensor)
-def _split(x: CompressedTensor, size: int, dim: int = 0) -> list[Tensor]:
-    count = x.shape[dim]
-    starts = range(0, max(count, 1), max(size, 1))
-    return [x.narrow(dim, start, min(size, count - start)) for start in starts]
-
-
-@implements(_aten.split_with_sizes.default)
-def _split_with_sizes(x: CompressedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
-    if sum(sizes) != x.shape[dim]:
-        raise ConfigError(f"sizes {list(sizes)} do not add up to {x.shape[dim]}")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+@implements(_aten.split.Tensor, _aten.split_with_sizes.default)
+def _split(x: CompressedTensor, sizes: int | list[int], dim: int = 0) -> list[Tensor]:
+    counts = [part.shape[dim] for part in _make_meta(x).split(sizes, dim)]  # type: ignore[no-untyped-call]
+    starts = accumulate(counts, initial=0)
+    return [x.narrow(dim, start, count) for start, count in zip(starts, counts, strict=False)]
 
 
 @implements(_aten.select.int)
 def _select(x: CompressedTensor, dim: int, index: int) -> Tensor:
+    _make_meta(x).select(dim, index)
     if dim % x.dim():
         return DENSE  # type: ignore[no-any-return]
     return x.take_row(index)
@@ -118,10 +127,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     kinds = {(type(x), x.dtype, x.device, x.dim()) for x in tensors}
     if len(kinds) > 1 or first.dim() != 2:
         return DENSE  # type: ignore[no-any-return]
-    dim %= 2
-    if len({x.shape[1 - dim] for x in tensors}) > 1:
-        return DENSE  # type: ignore[no-any-return]  # to raise the usual error
-    out = type(first).concatenate(tensors, dim)  # type: ignore[arg-type]
+    torch.cat([_make_meta(x) for x in tensors], dim)
+    out = type(first).concatenate(tensors, dim % 2)  # type: ignore[arg-type]
     return DENSE if out is None else out
 
 
@@ -133,6 +140,7 @@ def _transpose(x: CompressedTensor) -> Tensor:
 
 @implements(_aten.transpose.int)
 def _transpose_dims(x: CompressedTensor, first: int, second: int) -> Tensor:
+    _make_meta(x).transpose(first, second)
     if first % x.dim() == second % x.dim():
         return x.alias()
     return _transpose(x)
@@ -140,13 +148,14 @@ def _transpose_dims(x: CompressedTensor, first: int, second: int) -> Tensor:
 
 @implements(_aten.permute.default)
 def _permute(x: CompressedTensor, dims: Sequence[int]) -> Tensor:
+    _make_meta(x).permute(list(dims))
     order = [dim % x.dim() for dim in dims]
     return x.alias() if order == sorted(order) else _transpose(x)
 
 
 @implements(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def _view(x: CompressedTensor, size: Sequence[int]) -> Tensor:
-    shape = torch.empty(x.shape, device="meta").reshape(list(size)).shape
+    shape = _make_meta(x).reshape(list(size)).shape
     out = ViewTensor.reshape_tensor(x, tuple(shape))
     return DENSE if out is None else out
 
@@ -267,8 +276,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 @implements(torch.allclose, Tensor.allclose)
-def _allclose(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> bool:
-    return torch.allclose(to_dense(a), to_dense(b), *args, **kwargs)
+def _allclose(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return torch.allclose(to_dense(input), to_dense(other), *args, **kwargs)
 
 
 @implements(_aten.dequantize.self)
@@ -316,8 +325,8 @@ def _pin_memory(x: CompressedTensor, device: torch.device | None = None) -> Tens
 
 def _make_like(operator: Any, x: CompressedTensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return a dense tensor: nothing is known about its values."""
-    like = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    out: Tensor = operator(like, *args, **{**kwargs, "device": kwargs.get("device") or x.device})
+    device = kwargs.get("device") or x.device
+    out: Tensor = operator(_make_meta(x), *args, **{**kwargs, "device": device})
     return out
 
 
