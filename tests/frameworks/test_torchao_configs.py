@@ -65,6 +65,7 @@ CALLS = [
     ),
     (lambda m: m.int8_dynamic_activation_int4_weight(), 4, "group"),
     (lambda m: m.int8_dynamic_activation_int4_weight(group_size=16), 4, "group"),
+    (lambda m: m.int8_dynamic_activation_int4_weight(group_size=None), 4, "channel"),
     (
         lambda m: m.int8_dynamic_activation_int4_weight(mapping_type=m.MappingType.ASYMMETRIC),
         4,
@@ -87,6 +88,7 @@ CALLS = [
         8,
         "channel",
     ),
+    (lambda m: m.Int8DynamicActivationInt8WeightConfig(granularity=None), 8, "channel"),
     (lambda m: m.Int8DynamicActivationInt4WeightConfig(group_size=32), 4, "group"),
     (lambda m: m.Float8WeightOnlyConfig(granularity=m.PerTensor()), 8, "tensor"),
     (
@@ -214,8 +216,12 @@ def test_configurations_of_torchao_without_an_equivalent_are_refused(torchao):
     config = torchao.quantization.Float8DynamicActivationInt4WeightConfig()
     with pytest.raises(ConfigError, match="Float8DynamicActivationInt4WeightConfig of torchao"):
         quantize_(make_model(), config)
+
+
+@pytest.mark.parametrize("config", ["int8", ours.Int8WeightOnlyConfig, None])
+def test_other_values_are_no_configuration(config):
     with pytest.raises(ConfigError, match="expected a configuration"):
-        quantize_(make_model(), "int8")
+        quantize_(make_model(), config)
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
@@ -249,6 +255,102 @@ def test_filter_gets_module_and_name():
     assert calls == [("Sequential", ""), ("Linear", "0"), ("ReLU", "1"), ("Linear", "2")]
     assert type(model[0].weight) is nn.Parameter
     assert isinstance(model[2].weight, QuantizedTensor)
+
+
+@pytest.mark.parametrize(
+    "config", [ours.int4_weight_only(group_size=64), ours.int8_dynamic_activation_int4_weight(64)]
+)
+def test_int4_leaves_weights_whose_columns_are_not_whole_groups(config, caplog):
+    """As torchao does, which logs it at a level that nobody sees."""
+    model = make_model()
+    quantize_(model, config)
+    assert isinstance(model[0].weight, QuantizedTensor)
+    assert type(model[2].weight) is nn.Parameter
+    assert [record.getMessage() for record in caplog.records] == [
+        "2.weight: columns are not divisible by group_size; not quantized"
+    ]
+
+
+@pytest.mark.interop
+def test_the_default_filter_selects_the_modules_of_torchao(torchao):
+    """It excludes a layer that `nn.MultiheadAttention` does not call."""
+
+    def list_quantized(library):
+        model = nn.TransformerEncoderLayer(64, 4, 128).bfloat16()
+        library.quantize_(model, library.Int8WeightOnlyConfig())
+        return [name for name, x in model.named_parameters() if type(x) is not nn.Parameter]
+
+    assert list_quantized(ours) == ["linear1.weight", "linear2.weight"]
+    assert list_quantized(ours) == list_quantized(torchao.quantization)
+
+
+def test_models_on_the_meta_device_are_quantized():
+    """As a first step to load them: by `assign=True`, or in place after `to_empty`."""
+    model = make_model()
+    quantize_(model, ours.int4_weight_only(group_size=32))
+    for assign in (True, False):
+        with torch.device("meta"):
+            loaded = make_model()
+            quantize_(loaded, ours.int4_weight_only(group_size=32))
+        assert loaded[0].weight.is_meta
+        if not assign:
+            loaded.to_empty(device="cpu")
+        loaded.load_state_dict(model.state_dict(), assign=assign)
+        assert isinstance(loaded[0].weight, QuantizedTensor)
+        assert torch.equal(loaded(X), model(X))
+
+
+class Experts(nn.Module):
+    """A layer with matrices that are not called weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 64))
+        self.down = nn.Parameter(torch.randn(4, 64, 64))
+        self.router = nn.Linear(64, 4)
+
+
+@pytest.mark.interop
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: {"up": m.Int8WeightOnlyConfig()},
+        lambda m: {"re:up|down": m.Int8WeightOnlyConfig(), "down": None},
+        lambda m: {"re:router[.]weight": m.Int8WeightOnlyConfig()},
+        lambda m: {"router": None, "router.weight": m.Int8WeightOnlyConfig()},
+        lambda m: {"re:rout.*r": None, "_default": m.Int8WeightOnlyConfig()},
+        lambda m: {"router.weight": None, "router": m.Int8WeightOnlyConfig()},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Config Deprecation")
+def test_names_select_the_parameters_of_torchao(make, torchao):
+    def list_quantized(library, config):
+        model = Experts()
+        library.quantize_(model, config, None)
+        return [name for name, x in model.named_parameters() if type(x) is not nn.Parameter]
+
+    theirs = torchao.quantization.FqnToConfig(make(torchao.quantization))
+    expected = list_quantized(torchao.quantization, theirs)
+    assert list_quantized(ours, ours.FqnToConfig(make(ours))) == expected
+    assert list_quantized(ours, theirs) == expected
+
+
+def test_names_that_select_nothing_are_reported(caplog):
+    config = {"0": ours.int8_weight_only(), "layer": None, "re:layer.*": None}
+    quantize_(make_model(), ours.FqnToConfig(config))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"FqnToConfig: {key!r} selects no module or parameter" for key in ("layer", "re:layer.*")
+    ]
+
+
+def test_names_are_checked_when_the_configuration_is_made():
+    config = {"0": ours.int8_weight_only()}
+    with pytest.raises(ConfigError, match="differ"):
+        ours.FqnToConfig(config, module_fqn_to_config={"1": None})
+    with pytest.raises(ConfigError, match="expected a configuration"):
+        ours.FqnToConfig({"0": "int8"})
+    with pytest.raises(ConfigError, match="cannot contain another"):
+        ours.FqnToConfig({"0": ours.FqnToConfig(config)})
 
 
 def test_names_select_configurations():

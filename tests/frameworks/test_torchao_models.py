@@ -190,6 +190,16 @@ def test_models_run_on_the_meta_device(kind):
     assert make_model(kind).to("meta")(X.to("meta")).shape == X.shape
 
 
+@each_kind
+def test_models_on_the_meta_device_are_emptied_and_loaded(kind):
+    """They became dense."""
+    other = make_model(kind)
+    model = make_model(kind).to("meta").to_empty(device="cpu")
+    model.load_state_dict(other.state_dict())
+    assert isinstance(model.up.weight, CompressedTensor)
+    assert same_results(model(X), other(X))
+
+
 INDUCTOR = [
     pytest.param(kind, marks=[] if kind == "int8" else pytest.mark.long, id=kind) for kind in KINDS
 ]

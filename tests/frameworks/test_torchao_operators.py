@@ -76,6 +76,7 @@ OPERATORS = {
     "cat": (lambda w: torch.cat([w, w[:16]]), "ccccccccw"),
     "cat of columns": (lambda w: torch.cat([w, w], 1), "ccccccccw"),
     "stack": (lambda w: torch.stack([w, w]), "wwwwwwwww"),
+    "empty_like": (lambda w: torch.empty_like(w).zero_(), "ddddddddd"),
     "zeros_like": (torch.zeros_like, "ddddddddd"),
     "ones_like": (torch.ones_like, "ddddddddd"),
     "full_like": (lambda w: torch.full_like(w, 2), "ddddddddd"),

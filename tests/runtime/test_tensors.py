@@ -325,7 +325,7 @@ def test_autocast_decides_the_dtype():
 def test_invalid_group_size_raises_with_the_name():
     toy = model()
     with pytest.raises(ConfigError, match=r"up\.weight: 64 columns are not divisible .* 48"):
-        quantize_(toy, int4_weight_only(group_size=48))
+        quantize_(toy, int8_weight_only(group_size=48))
     assert not any(isinstance(p, CompressedTensor) for p in toy.parameters())
 
 

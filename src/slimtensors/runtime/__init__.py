@@ -7,7 +7,6 @@ from slimtensors.runtime.configs import (
     Compression,
     Float8DynamicActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
-    FqnToConfig,
     Int4CPULayout,
     Int4WeightOnlyConfig,
     Int8DynamicActivationInt4WeightConfig,
@@ -16,7 +15,6 @@ from slimtensors.runtime.configs import (
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     MappingType,
-    ModuleFqnToConfig,
     PerAxis,
     PerGroup,
     PerRow,
@@ -38,13 +36,17 @@ from slimtensors.runtime.convert import (
     broadcast_,
     dequantize_,
     get_model_size_in_bytes,
-    is_linear,
-    is_linear_or_embedding,
     quantize_,
     sparse_int8_weight,
     sparse_weight,
 )
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor
+from slimtensors.runtime.selection import (
+    FqnToConfig,
+    ModuleFqnToConfig,
+    is_linear,
+    is_linear_or_embedding,
+)
 from slimtensors.runtime.serialization import from_module
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
 from slimtensors.runtime.views import ViewTensor

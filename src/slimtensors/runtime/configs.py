@@ -6,16 +6,15 @@ not implemented raise `ConfigError` when the configuration is made. Options may 
 torchao or those defined here.
 """
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from slimtensors.errors import ConfigError, suggest
+from slimtensors.errors import ConfigError
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.quantized import QuantizedConfig, QuantizedTensor
@@ -86,42 +85,70 @@ class Int4CPULayout:
     """Layout of torchao for CPUs; no effect."""
 
 
-_LAYOUTS = {
+_LAYOUTS = (
+    "PlainLayout",
     "Int4CPULayout",
     "Int4XPULayout",
     "Int8DynamicActInt4WeightCPULayout",
-    "NoneType",
     "PackedLinearInt8DynamicActivationIntxWeightLayout",
-    "PlainLayout",
     "QDQLayout",
     "TensorCoreTiledLayout",
-}
-"""Layouts that have the same codes as a plain one."""
-
-_INT4_FORMATS = ("plain", "plain_int32", "preshuffled", "tile_packed_to_4d", "opaque")
-_INTX_FORMATS = (
-    "unpacked_to_int8",
-    "opaque_aten_kleidiai",
-    "opaque_torchao_auto",
-    "opaque_torchao_kleidiai",
-    "opaque_torchao_lowbit",
+    "none",
 )
+_MAPPINGS = ("symmetric", "asymmetric")
+_SUPPORTED: dict[str, tuple[str, ...]] = {
+    "act_mapping_type": _MAPPINGS,
+    "activation_value_lb": ("none",),
+    "activation_value_ub": ("none",),
+    "int4_choose_qparams_algorithm": ("tinygemm",),
+    "int4_packing_format": ("plain", "plain_int32", "preshuffled", "tile_packed_to_4d", "opaque"),
+    "intx_choose_qparams_algorithm": ("affine",),
+    "intx_packing_format": (
+        "unpacked_to_int8",
+        "opaque_aten_kleidiai",
+        "opaque_torchao_auto",
+        "opaque_torchao_kleidiai",
+        "opaque_torchao_lowbit",
+    ),
+    "layout": _LAYOUTS,
+    "layout_type": _LAYOUTS,
+    "mapping_type": _MAPPINGS,
+    "packing_format": ("plain", "none"),
+    "reduce_range": ("false", "none"),
+    "scale_dtype": ("none",),
+    "use_hqq": ("false",),
+    "weight_mapping_type": _MAPPINGS,
+    "weight_only_decode": ("false",),
+    "weight_scale_dtype": ("none",),
+    "zero_point_domain": ("int", "none"),
+}
+"""Values of options that are supported, by option; other values would change the numbers."""
 
 
 @dataclass(frozen=True)
 class WeightConfig:
     """Base class: a function that quantizes a dense weight."""
 
-    def __post_init__(self) -> None:
-        self.find_args()
+    skips_odd_widths: ClassVar[bool] = False
+    """Whether torchao leaves weights as they are if their columns are not whole groups."""
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments; raise `ConfigError` if an option is not supported."""
+    def __post_init__(self) -> None:
+        for option, value in vars(self).items():
+            if option in _SUPPORTED:
+                _check_choice(option, value, _SUPPORTED[option])
+        self._find_args()
+
+    def _find_args(self) -> QuantizedConfig:
         raise NotImplementedError
 
     def __call__(self, weight: Tensor) -> QuantizedTensor:
         """Quantize a weight."""
-        return QuantizedTensor.quantize(weight, self.find_args())
+        return QuantizedTensor.quantize(weight, self._find_args())
+
+    def skips(self, weight: Tensor) -> bool:
+        """Return True if `quantize_` should leave a weight as it is."""
+        size = self._find_args().args.group_size or -1
+        return self.skips_odd_widths and size > 0 and weight.shape[-1] % size != 0
 
 
 @dataclass(frozen=True)
@@ -134,14 +161,13 @@ class Int8WeightOnlyConfig(WeightConfig):
     set_inductor_config: bool = True
     version: int = 2
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
+    def _find_args(self) -> QuantizedConfig:
         granularity = self.granularity
         if self.group_size is not None:
             if type(granularity).__name__ != "PerRow":
                 _refuse("granularity", granularity, "either granularity or group_size")
             granularity = PerGroup(self.group_size)
-        return QuantizedConfig(_parse_weight_args(8, "granularity", granularity))
+        return QuantizedConfig(_parse_weight_args(8, granularity))
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,7 @@ class Int4WeightOnlyConfig(WeightConfig):
     quantize_(model, int4_weight_only(group_size=64))
     """
 
+    skips_odd_widths = True
     group_size: int | None = 128
     _: KW_ONLY
     symmetric: bool = False
@@ -166,14 +193,7 @@ class Int4WeightOnlyConfig(WeightConfig):
     int4_tile_packed_ntile: int = 8
     version: int = 2
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        _check_layout(self.layout or self.layout_type)
-        _check_choice("use_hqq", self.use_hqq, ("false",))
-        _check_choice("zero_point_domain", self.zero_point_domain, ("none", "int"))
-        _check_choice("int4_packing_format", self.int4_packing_format, _INT4_FORMATS)
-        algorithm = self.int4_choose_qparams_algorithm
-        _check_choice("int4_choose_qparams_algorithm", algorithm, ("tinygemm",))
+    def _find_args(self) -> QuantizedConfig:
         size = -1 if self.group_size is None else self.group_size
         return QuantizedConfig(QuantizationArgs(4, symmetric=self.symmetric, group_size=size))
 
@@ -186,22 +206,16 @@ class Int8DynamicActivationInt8WeightConfig(WeightConfig):
     act_mapping_type: Any = MappingType.SYMMETRIC
     weight_only_decode: bool = False
     _: KW_ONLY
-    granularity: Any = PerRow()
+    granularity: Any = None
     set_inductor_config: bool = True
     version: int = 2
     reduce_range: bool | None = False
     layout_type: Any = None
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        _check_layout(self.layout or self.layout_type)
-        _check_choice("weight_only_decode", self.weight_only_decode, ("false",))
-        _check_choice("reduce_range", self.reduce_range, ("false", "none"))
-        inputs, weight = _split_pair(self.granularity)
-        symmetric = _is_symmetric("act_mapping_type", self.act_mapping_type)
+    def _find_args(self) -> QuantizedConfig:
+        inputs, weight = _split_pair(self.granularity, default=PerRow())
         return QuantizedConfig(
-            _parse_weight_args(8, "granularity", weight),
-            _parse_input_args("granularity", inputs, symmetric=symmetric),
+            _parse_weight_args(8, weight), _parse_input_args(inputs, mapping=self.act_mapping_type)
         )
 
 
@@ -209,6 +223,7 @@ class Int8DynamicActivationInt8WeightConfig(WeightConfig):
 class Int8DynamicActivationInt4WeightConfig(WeightConfig):
     """Quantize weights to 4-bit integers per group, and inputs to 8 bits per token at run time."""
 
+    skips_odd_widths = True
     group_size: int = 32
     layout: Any = None
     mapping_type: Any = MappingType.SYMMETRIC
@@ -216,14 +231,10 @@ class Int8DynamicActivationInt4WeightConfig(WeightConfig):
     _: KW_ONLY
     set_inductor_config: bool = True
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        _check_layout(self.layout)
-        symmetric = _is_symmetric("mapping_type", self.mapping_type)
-        act_symmetric = _is_symmetric("act_mapping_type", self.act_mapping_type)
+    def _find_args(self) -> QuantizedConfig:
         return QuantizedConfig(
-            QuantizationArgs(4, symmetric=symmetric, group_size=self.group_size),
-            _parse_input_args("granularity", PerToken(), symmetric=act_symmetric),
+            _parse_weight_args(4, PerGroup(self.group_size), mapping=self.mapping_type),
+            _parse_input_args(PerToken(), mapping=self.act_mapping_type),
         )
 
 
@@ -237,13 +248,10 @@ class Float8WeightOnlyConfig(WeightConfig):
     set_inductor_config: bool = True
     version: int = 2
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
+    def _find_args(self) -> QuantizedConfig:
         _check_float8("weight_dtype", self.weight_dtype)
         granularity = PerRow() if self.granularity is None else self.granularity
-        return QuantizedConfig(
-            _parse_weight_args(8, "granularity", granularity, kind=QuantizationType.FLOAT)
-        )
+        return QuantizedConfig(_parse_weight_args(8, granularity, QuantizationType.FLOAT))
 
 
 @dataclass(frozen=True)
@@ -263,19 +271,12 @@ class Float8DynamicActivationFloat8WeightConfig(WeightConfig):
     version: int = 2
     alg_id: int = 0
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
+    def _find_args(self) -> QuantizedConfig:
         _check_float8("activation_dtype", self.activation_dtype)
         _check_float8("weight_dtype", self.weight_dtype)
-        _check_choice("packing_format", self.packing_format, ("plain", "none"))
-        _check_choice("activation_value_lb", self.activation_value_lb, ("none",))
-        _check_choice("activation_value_ub", self.activation_value_ub, ("none",))
-        inputs, weight = _split_pair(PerTensor() if self.granularity is None else self.granularity)
+        inputs, weight = _split_pair(self.granularity, default=PerTensor())
         kind = QuantizationType.FLOAT
-        return QuantizedConfig(
-            _parse_weight_args(8, "granularity", weight, kind=kind),
-            _parse_input_args("granularity", inputs, kind=kind),
-        )
+        return QuantizedConfig(_parse_weight_args(8, weight, kind), _parse_input_args(inputs, kind))
 
 
 @dataclass(frozen=True)
@@ -292,17 +293,11 @@ class IntxWeightOnlyConfig(WeightConfig):
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        _check_layout(self.layout)
-        _check_choice("scale_dtype", self.scale_dtype, ("none",))
-        _check_choice("intx_packing_format", self.intx_packing_format, _INTX_FORMATS)
-        algorithm = self.intx_choose_qparams_algorithm
-        _check_choice("intx_choose_qparams_algorithm", algorithm, ("affine",))
+    def _find_args(self) -> QuantizedConfig:
         bits = _count_bits("weight_dtype", self.weight_dtype, "int")
-        symmetric = _is_symmetric("mapping_type", self.mapping_type)
-        args = _parse_weight_args(bits, "granularity", self.granularity, symmetric=symmetric)
-        return QuantizedConfig(args)
+        return QuantizedConfig(
+            _parse_weight_args(bits, self.granularity, mapping=self.mapping_type)
+        )
 
 
 @dataclass(frozen=True)
@@ -320,20 +315,12 @@ class Int8DynamicActivationIntxWeightConfig(WeightConfig):
     intx_choose_qparams_algorithm: Any = "affine"
     version: int = 2
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        weight = IntxWeightOnlyConfig(
-            self.weight_dtype,
-            self.weight_granularity,
-            self.weight_mapping_type,
-            self.weight_scale_dtype,
-            layout=self.layout,
-            intx_packing_format=self.intx_packing_format,
-            intx_choose_qparams_algorithm=self.intx_choose_qparams_algorithm,
+    def _find_args(self) -> QuantizedConfig:
+        bits = _count_bits("weight_dtype", self.weight_dtype, "int")
+        return QuantizedConfig(
+            _parse_weight_args(bits, self.weight_granularity, mapping=self.weight_mapping_type),
+            _parse_input_args(PerToken(), mapping=self.act_mapping_type),
         )
-        symmetric = _is_symmetric("act_mapping_type", self.act_mapping_type)
-        inputs = _parse_input_args("granularity", PerToken(), symmetric=symmetric)
-        return QuantizedConfig(weight.find_args().args, inputs)
 
 
 @dataclass(frozen=True)
@@ -347,68 +334,27 @@ class UIntXWeightOnlyConfig(WeightConfig):
     use_hqq: bool = False
     set_inductor_config: bool = True
 
-    def find_args(self) -> QuantizedConfig:
-        """Return the quantization arguments."""
-        _check_choice("use_hqq", self.use_hqq, ("false",))
+    def _find_args(self) -> QuantizedConfig:
         bits = _count_bits("dtype", self.dtype, "uint")
         return QuantizedConfig(QuantizationArgs(bits, symmetric=False, group_size=self.group_size))
 
 
-@dataclass(frozen=True)
-class FqnToConfig:
-    """Map names of modules to configurations, or to None to leave a module as it is.
-
-    A name may be that of the module, of its weight (`"layers.0.weight"`), a regular expression for
-    either (`"re:layers[.].*"`), or `"_default"` for all other linear layers.
-    """
-
-    fqn_to_config: Mapping[str, Any] = field(default_factory=dict)
-    _: KW_ONLY
-    module_fqn_to_config: Mapping[str, Any] = field(default_factory=dict)
-    version: int = 1
-
-    def find(self, name: str) -> tuple[str, Any] | None:
-        """Return the key that selects a module and its configuration, or None."""
-        configs = {**self.module_fqn_to_config, **self.fqn_to_config}
-        names = (f"{name}.weight".lstrip("."), name)
-        exact = [key for key in names if key in configs]
-        patterns = [key for key in configs if key.startswith("re:")]
-        matching = [key for each in names for key in patterns if re.fullmatch(key[3:], each)]
-        for key in (*exact, *matching):
-            return key, configs[key]
-        return ("_default", configs["_default"]) if "_default" in configs else None
-
-
-def parse_config(config: Any) -> Compression | FqnToConfig:
-    """Return a configuration; one of torchao as the one with the same name and options here."""
-    if isinstance(config, FqnToConfig):
-        return config
-    if type(config).__module__.partition(".")[0] == "torchao":
-        name = type(config).__name__
-        if name not in _CONFIGS:
-            raise ConfigError(f"{name} of torchao is not supported; {suggest(name, _CONFIGS)}")
-        parsed: Any = _CONFIGS[name](**vars(config))
-        return parsed  # type: ignore[no-any-return]
-    if not callable(config):
-        raise ConfigError(f"expected a configuration such as int8_weight_only(), got {config!r}")
-    return config  # type: ignore[no-any-return]
-
-
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "Float8DynamicActivationFloat8WeightConfig": Float8DynamicActivationFloat8WeightConfig,
-    "Float8WeightOnlyConfig": Float8WeightOnlyConfig,
-    "FqnToConfig": FqnToConfig,
-    "Int4WeightOnlyConfig": Int4WeightOnlyConfig,
-    "Int8DynamicActivationInt4WeightConfig": Int8DynamicActivationInt4WeightConfig,
-    "Int8DynamicActivationInt8WeightConfig": Int8DynamicActivationInt8WeightConfig,
-    "Int8DynamicActivationIntxWeightConfig": Int8DynamicActivationIntxWeightConfig,
-    "Int8WeightOnlyConfig": Int8WeightOnlyConfig,
-    "IntxWeightOnlyConfig": IntxWeightOnlyConfig,
-    "ModuleFqnToConfig": FqnToConfig,
-    "UIntXWeightOnlyConfig": UIntXWeightOnlyConfig,
+CONFIGS: dict[str, type[WeightConfig]] = {
+    config.__name__: config
+    for config in (
+        Float8DynamicActivationFloat8WeightConfig,
+        Float8WeightOnlyConfig,
+        Int4WeightOnlyConfig,
+        Int8DynamicActivationInt4WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8DynamicActivationIntxWeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        UIntXWeightOnlyConfig,
+    )
 }
+"""Configurations by the name of their class, which is that of torchao."""
 
-ModuleFqnToConfig = FqnToConfig
 float8_dynamic_activation_float8_weight = Float8DynamicActivationFloat8WeightConfig
 float8_weight_only = Float8WeightOnlyConfig
 int4_weight_only = Int4WeightOnlyConfig
@@ -422,21 +368,21 @@ def _refuse(option: str, value: object, expected: str) -> NoReturn:
     raise ConfigError(f"{option}={value!r} is not supported; expected {expected}")
 
 
-def _check_choice(option: str, value: object, allowed: tuple[str, ...]) -> None:
-    name = (value.name if isinstance(value, Enum) else str(value)).lower()
-    if name not in allowed:
-        _refuse(option, value, " or ".join(allowed))
+def _check_choice(option: str, value: object, supported: tuple[str, ...]) -> None:
+    if _name(value).lower() not in {name.lower() for name in supported}:
+        _refuse(option, value, " or ".join(supported))
 
 
-def _check_layout(layout: object) -> None:
-    name = layout if isinstance(layout, str) else type(layout).__name__.removesuffix("Type")
-    if name not in _LAYOUTS and name != "None":
-        _refuse("layout", layout, "a layout that keeps all codes, such as PlainLayout()")
+def _name(value: object) -> str:
+    """Return the name of a value: of its class for layouts, which are objects."""
+    if isinstance(value, Enum):
+        return value.name
+    is_simple = isinstance(value, str | int | float | torch.dtype | None)
+    return str(value) if is_simple else type(value).__name__.removesuffix("Type")
 
 
 def _check_float8(option: str, dtype: object) -> None:
-    if dtype is not torch.float8_e4m3fn:
-        _refuse(option, dtype, "torch.float8_e4m3fn")
+    _check_choice(option, dtype, ("torch.float8_e4m3fn",))
 
 
 def _count_bits(option: str, dtype: object, prefix: str) -> int:
@@ -446,28 +392,24 @@ def _count_bits(option: str, dtype: object, prefix: str) -> int:
     return int(bits)
 
 
-def _is_symmetric(option: str, mapping: object) -> bool:
-    _check_choice(option, mapping, ("symmetric", "asymmetric"))
-    name = mapping.name if isinstance(mapping, Enum) else str(mapping)
-    return name.lower() == "symmetric"
-
-
-def _split_pair(granularity: Any) -> tuple[Any, Any]:
+def _split_pair(granularity: Any, *, default: object) -> tuple[Any, Any]:
     """Return the granularity of inputs and that of weights."""
     if isinstance(granularity, list | tuple):
         if len(granularity) != 2:
             _refuse("granularity", granularity, "one for inputs and one for weights")
         return granularity[0], granularity[1]
-    return granularity, granularity
+    return (default, default) if granularity is None else (granularity, granularity)
+
+
+def _is_symmetric(mapping: object) -> bool:
+    return _name(mapping).lower() == "symmetric"
 
 
 def _parse_weight_args(
     bits: int,
-    option: str,
     granularity: Any,
-    *,
     kind: QuantizationType = QuantizationType.INT,
-    symmetric: bool = True,
+    mapping: object = MappingType.SYMMETRIC,
 ) -> QuantizationArgs:
     match type(granularity).__name__:
         case "PerTensor":
@@ -477,18 +419,16 @@ def _parse_weight_args(
         case "PerAxis" if granularity.axis == 0:
             size = -1
         case "PerGroup":
-            size = granularity.group_size
+            size = -1 if granularity.group_size is None else granularity.group_size
         case _:
-            _refuse(option, granularity, "PerTensor(), PerRow(), PerAxis(0) or PerGroup(n)")
-    return QuantizationArgs(bits, kind, symmetric=symmetric, group_size=size)
+            _refuse("granularity", granularity, "PerTensor(), PerRow(), PerAxis(0) or PerGroup(n)")
+    return QuantizationArgs(bits, kind, symmetric=_is_symmetric(mapping), group_size=size)
 
 
 def _parse_input_args(
-    option: str,
     granularity: Any,
-    *,
     kind: QuantizationType = QuantizationType.INT,
-    symmetric: bool = True,
+    mapping: object = MappingType.SYMMETRIC,
 ) -> QuantizationArgs:
     match type(granularity).__name__:
         case "PerTensor":
@@ -496,5 +436,6 @@ def _parse_input_args(
         case "PerRow" | "PerToken":
             strategy = QuantizationStrategy.TOKEN
         case _:
-            _refuse(option, granularity, "PerTensor() or PerRow() for inputs")
+            _refuse("granularity", granularity, "PerTensor() or PerRow() for inputs")
+    symmetric = _is_symmetric(mapping)
     return QuantizationArgs(8, kind, symmetric=symmetric, strategy=strategy, dynamic=True)

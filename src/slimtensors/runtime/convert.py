@@ -1,6 +1,6 @@
 """Compress the weights of a model in place, with the names of torchao."""
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 import torch
@@ -11,18 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import ConfigError, UnsupportedOperationError
 from slimtensors.runtime.compressed import CompressedTensor
-from slimtensors.runtime.configs import (
-    Compression,
-    FqnToConfig,
-    Int8WeightOnlyConfig,
-    parse_config,
-)
+from slimtensors.runtime.configs import Compression, Int8WeightOnlyConfig, WeightConfig
 from slimtensors.runtime.quantized import QuantizedTensor
+from slimtensors.runtime.selection import Filter, FqnToConfig, parse_config, select_weights
 from slimtensors.runtime.sparse import CsrTensor, SparseTensor
 from slimtensors.tensor import Spec, as_bytes
 
-Filter = Callable[[nn.Module, str], bool]
-"""Function that selects modules, given a module and its name in the model."""
+_LOG = logging.getLogger(__name__)
 
 _CSR_SPARSITY = 0.9
 """Share of zeros above which kernels that skip them are faster than dense ones."""
@@ -42,54 +37,43 @@ def quantize_(
 
     `filter_fn(module, name)` selects modules. `device` is where weights are compressed, one by one,
     and where the model is afterwards. Weights that modules share stay shared. If a weight cannot be
-    compressed, the model is not changed. `set_inductor_config` has no effect: torch's settings are
-    the caller's.
+    compressed, the model is not changed; 4-bit integers leave weights as they are if `group_size`
+    does not divide their columns, as in torchao, with a warning. `set_inductor_config` has no
+    effect: torch's settings are the caller's.
     """
-    choose = _make_chooser(parse_config(config), filter_fn)
+    config = parse_config(config)
     compressed: dict[Tensor, nn.Parameter] = {}
-    selected: list[tuple[nn.Module, Tensor]] = []
-    for name, module in model.named_modules():
-        compress = choose(module, name)
-        if compress is None:
-            continue
-        weight = getattr(module, "weight", None)
+    selected: list[tuple[nn.Module, str, Tensor]] = []
+    for name, module, parameter, compress in select_weights(model, config, filter_fn):
+        path = f"{name}.{parameter}".lstrip(".")
+        weight = getattr(module, parameter, None)
         if not isinstance(weight, Tensor):
-            raise ConfigError(f"{name or 'the model'} has no weight; exclude it by filter_fn")
+            raise ConfigError(f"{path} not found; exclude the module, for example by filter_fn")
         if isinstance(weight, CompressedTensor):
-            raise ConfigError(f"{name} is already compressed; exclude it by filter_fn")
-        selected.append((module, weight))
+            raise ConfigError(f"{path} is already compressed; exclude the module by filter_fn")
+        if isinstance(compress, WeightConfig) and compress.skips(weight):
+            _LOG.warning("%s: columns are not divisible by group_size; not quantized", path)
+            continue
+        selected.append((module, parameter, weight))
         if weight not in compressed:
             source = weight if device is None else weight.detach().to(device)
             try:
                 compressed[weight] = nn.Parameter(compress(source), requires_grad=False)
             except ConfigError as error:
-                raise ConfigError(f"{name}.weight: {error}") from error
-    for module, weight in selected:
-        module.weight = compressed[weight]
+                raise ConfigError(f"{path}: {error}") from error
+    for module, parameter, weight in selected:
+        setattr(module, parameter, compressed[weight])
+    if isinstance(config, FqnToConfig):
+        _report_unused(model, config)
     if device is not None:
         model.to(device)
 
 
-def _make_chooser(
-    config: Compression | FqnToConfig, filter_fn: Filter | None
-) -> Callable[[nn.Module, str], Compression | None]:
-    """Return a function that returns how to compress the weight of a module, or None."""
-    if not isinstance(config, FqnToConfig):
-        select, compress = filter_fn or is_linear, config
-        return lambda module, name: compress if select(module, name) else None
-    if filter_fn is not None:
-        raise ConfigError("FqnToConfig selects modules by name; pass no filter_fn")
-
-    def choose(module: nn.Module, name: str) -> Compression | None:
-        key, found = config.find(name) or (None, None)
-        if found is None or (key == "_default" and not is_linear(module, name)):
-            return None
-        parsed = parse_config(found)
-        if isinstance(parsed, FqnToConfig):
-            raise ConfigError(f"{key}: FqnToConfig cannot contain another one")
-        return parsed
-
-    return choose
+def _report_unused(model: nn.Module, config: FqnToConfig) -> None:
+    named = (*model.named_modules(), *model.named_parameters(remove_duplicate=False))
+    paths = {name for name, _ in named}
+    for key in config.list_unused(paths):
+        _LOG.warning("FqnToConfig: %r selects no module or parameter", key)
 
 
 def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> None:
@@ -103,16 +87,6 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> None:
                 if weight not in dense:
                     dense[weight] = nn.Parameter(weight.dequantize(), requires_grad=False)
                 setattr(module, key, dense[weight])
-
-
-def is_linear(module: nn.Module, name: str) -> bool:
-    """Select linear layers."""
-    return isinstance(module, nn.Linear)
-
-
-def is_linear_or_embedding(module: nn.Module, name: str) -> bool:
-    """Select linear layers and embeddings."""
-    return isinstance(module, nn.Linear | nn.Embedding)
 
 
 def is_mostly_zero(zeros: int, items: int) -> bool:

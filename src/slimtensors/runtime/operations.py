@@ -330,8 +330,16 @@ def _make_like(operator: Any, x: CompressedTensor, *args: Any, **kwargs: Any) ->
     return out
 
 
+@implements(_aten.empty_like.default)
+def _empty_like(x: CompressedTensor, **kwargs: Any) -> Tensor:
+    """Return a dense tensor, but a compressed one for `Module.to_empty` of a meta model."""
+    device = torch.device(kwargs.get("device") or x.device)
+    if x.is_meta and device.type != "meta" and kwargs.get("dtype") in (None, x.dtype):
+        return x.map_leaves(lambda leaf: torch.zeros_like(leaf, device=device))
+    return _make_like(_aten.empty_like.default, x, **kwargs)
+
+
 for _operator in (
-    _aten.empty_like.default,
     _aten.full_like.default,
     _aten.ones_like.default,
     _aten.rand_like.default,

@@ -96,6 +96,10 @@ class QuantizedTensor(CompressedTensor):
     @classmethod
     def quantize(cls, weight: Tensor, config: QuantizedConfig) -> Self:
         """Quantize a dense weight."""
+        if weight.is_meta:
+            with torch.device("cpu"):
+                row = cls.quantize(torch.zeros(1, *weight.shape[1:], dtype=weight.dtype), config)
+            return row.map_leaves(lambda part: part.to("meta")).make_zero_rows(len(weight))
         weight = weight.detach()
         args = config.args
         params = affine.find_params(weight, args)
