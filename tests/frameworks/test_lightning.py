@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from lightning.pytorch.tuner import Tuner
 
 from slimtensors.checkpoint import verify_run
 from slimtensors.integrations.lightning import SlimCheckpointIO
+from slimtensors.storage import temporary_name
 
 TESTS = Path(__file__).parents[1]
 
@@ -266,6 +268,35 @@ def test_a_removal_during_a_save_does_not_break_the_new_checkpoint(tmp_path):
     assert list_names(tmp_path) == ["1.ckpt"]
     assert verify_run(tmp_path)
     assert same_bits(plugin.load_checkpoint(tmp_path / "1.ckpt")["state_dict"]["w"], weight)
+
+
+def test_two_programs_save_to_one_folder(tmp_path):
+    weight = torch.randn(64, 64)
+
+    def run(name):
+        plugin = SlimCheckpointIO(base="chain")  # one per program
+        for step in range(12):
+            state = {"state_dict": {"w": weight + step}, "global_step": step}
+            plugin.save_checkpoint(state, tmp_path / f"{name}-{step}.ckpt")
+            if step:
+                plugin.remove_checkpoint(tmp_path / f"{name}-{step - 1}.ckpt")
+
+    with ThreadPoolExecutor(2) as programs:
+        list(programs.map(run, "ab"))
+    assert list_names(tmp_path) == ["a-11.ckpt", "b-11.ckpt"]
+    assert verify_run(tmp_path)
+    for name in list_names(tmp_path):
+        back = SlimCheckpointIO().load_checkpoint(tmp_path / name)["state_dict"]["w"]
+        assert same_bits(back, weight + 11)
+
+
+def test_leftovers_of_a_killed_program_are_removed_by_the_next_save(tmp_path):
+    plugin = SlimCheckpointIO()
+    state = {"state_dict": {"w": torch.ones(4)}, "global_step": 1}
+    leftover = temporary_name(tmp_path / "earlier.ckpt")
+    plugin.save_checkpoint(state, leftover)
+    plugin.save_checkpoint(state, tmp_path / "1.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"]
 
 
 def test_the_tuner_leaves_nothing_behind(tmp_path):

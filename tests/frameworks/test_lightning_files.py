@@ -2,7 +2,9 @@
 
 import argparse
 import datetime
+import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -65,6 +67,30 @@ def test_native_files_are_loaded_replaced_and_removed(tmp_path):
     assert equal_weights(weights_of(ours), weights_of(native))
     assert list_names(tmp_path / "native") == ["epoch=7-step=32.ckpt", "last.ckpt"]
     assert all((tmp_path / "native" / name).is_dir() for name in list_names(tmp_path / "native"))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_a_file_or_link_is_replaced_in_one_step(tmp_path, kind):
+    state = {"state_dict": {"w": torch.ones(4)}, "global_step": 1}
+    plugin, path, other = SlimCheckpointIO(), tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    plugin.save_checkpoint(state, other)
+    if kind == "file":
+        torch.save(state, path)
+    else:
+        path.symlink_to("other.ckpt" if kind == "link" else "missing.ckpt")
+
+    def is_always_there():
+        while not saving.done():
+            if not os.path.lexists(path):
+                return False
+        return True
+
+    with ThreadPoolExecutor(1) as executor:
+        saving = executor.submit(plugin.save_checkpoint, {**state, "global_step": 2}, path)
+        assert is_always_there()
+    assert plugin.load_checkpoint(path)["global_step"] == 2
+    assert plugin.load_checkpoint(other)["global_step"] == 1
+    assert sorted(tmp_path.iterdir()) == [path, other]
 
 
 @pytest.mark.parametrize("weights_only", [None, True])

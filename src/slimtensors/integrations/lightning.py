@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,7 @@ from slimtensors.checkpoint.run import (
     is_kept_base,
     keep_for_deltas,
     list_checkpoints,
+    remove_incomplete,
     remove_unneeded_bases,
     save_with_base,
 )
@@ -44,7 +46,13 @@ from slimtensors.checkpoint.store import (
 )
 from slimtensors.errors import ConfigError, MissingDependencyError
 from slimtensors.storage import LocalLocation, RemoteLocation, StrPath, locate
-from slimtensors.storage.atomic import commit_folder
+from slimtensors.storage.atomic import (
+    commit_folder,
+    lock_replacement,
+    make_folders,
+    temporary_name,
+)
+from slimtensors.storage.files import name_write_errors
 
 T = TypeVar("T")
 
@@ -182,25 +190,26 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
         self._remove_pending()
 
     def _save(self, state: FlatState, target: Path) -> None:
-        base = self._choose_base(target) if target.parent.is_dir() else None
-        is_single = target.is_symlink() or target.is_file()
-        if not is_single and target.is_dir():
-            if any(target.iterdir()) and not _is_ours(target):
-                raise ConfigError(f"{target} is a folder of other files and is not replaced")
-            keep_for_deltas(target)
-        options = SaveOptions(
-            base.path if base else None, self._profile, threads=self._threads, replace=True
-        )
-        new = target
-        if is_single or "ckpt_" in target.name:
-            # Lightning takes the digits after "ckpt_" in all names, also of leftovers, as a number.
-            new = target.with_name(f".{target.name}.new".replace("ckpt_", "ckpt-"))
-        save_with_base(state, new, options)
-        if is_single:
-            target.unlink()  # a link of save_last="link", whose target stays, or a native file
-        if new != target:
-            commit_folder(new, target, replace=True)
-        remove_unneeded_bases(target.parent)
+        with _lock_run(target.parent):
+            remove_incomplete(target.parent)
+            base = self._choose_base(target)
+            is_single = target.is_symlink() or target.is_file()
+            if not is_single and target.is_dir():
+                if any(target.iterdir()) and not _is_ours(target):
+                    raise ConfigError(f"{target} is a folder of other files and is not replaced")
+                keep_for_deltas(target)
+            options = SaveOptions(
+                base.path if base else None, self._profile, threads=self._threads, replace=True
+            )
+            new = target
+            if is_single or "ckpt_" in target.name:
+                # Lightning takes the digits after "ckpt_" in all names, also of leftovers, as a
+                # number. Links are not followed: the checkpoint of save_last="link" stays.
+                new = temporary_name(target.with_name(target.name.replace("ckpt_", "ckpt-")))
+            save_with_base(state, new, options)
+            if new != target:
+                commit_folder(new, target, replace=True)
+            remove_unneeded_bases(target.parent)
 
     def _load(self, path: Path, place: Place) -> dict[str, Any]:
         target = Path(os.path.realpath(path))  # beside the base, if the path is a link
@@ -349,9 +358,19 @@ def _remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
     elif _is_ours(path):
-        discard_checkpoint(path)
+        with _lock_run(path.parent):
+            discard_checkpoint(path)
     else:
         _plugins.TorchCheckpointIO().remove_checkpoint(path)
+
+
+@contextmanager
+def _lock_run(folder: Path) -> Iterator[None]:
+    """Wait for other programs that save to the same folder: one might remove a base in use."""
+    with name_write_errors(folder):
+        make_folders(folder)
+    with lock_replacement(folder / MANIFEST):
+        yield
 
 
 def _make_place(map_location: Any) -> Place:

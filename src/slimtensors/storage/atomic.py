@@ -151,10 +151,10 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
     """Sync a complete folder and rename it to `target`.
 
-    It replaces an empty folder or, with `replace`, any folder.
+    It replaces an empty folder or, with `replace`, any folder, file or link.
     """
     sync_tree(folder)
-    if replace and target.exists():
+    if replace and os.path.lexists(target):
         replace_folder(folder, target)
         return
     _keep_mode(folder, target)
@@ -168,11 +168,12 @@ def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
 
 
 def replace_folder(new: Path, old: Path) -> None:
-    """Rename the complete folder `new` to `old`, and remove the previous content of `old`.
+    """Rename the complete folder `new` to `old`, and remove what had that name before.
 
-    This is one step where the file system supports exchanging names. Elsewhere, a process that is
-    killed between two steps leaves the old folder under a hidden name that ends in
-    `REPLACED_SUFFIX`. It is removed by a later write, once a folder with the name exists again.
+    That may be a folder, a file, or a link, which is not followed. This is one step where the file
+    system supports exchanging names. Elsewhere, a process that is killed between two steps leaves
+    the old content under a hidden name that ends in `REPLACED_SUFFIX`. It is removed by a later
+    write, once a folder with the name exists again.
     """
     obsolete = new
     _keep_mode(new, old)
@@ -182,15 +183,18 @@ def replace_folder(new: Path, old: Path) -> None:
             old.rename(obsolete)
             new.rename(old)
         except BaseException:
-            if obsolete.exists() and not old.exists():
+            if os.path.lexists(obsolete) and not os.path.lexists(old):
                 obsolete.rename(old)
             raise
     sync_folder(old.parent)
-    shutil.rmtree(obsolete, ignore_errors=True)  # leftovers are removed by the next write
+    if obsolete.is_symlink() or obsolete.is_file():
+        obsolete.unlink()
+    else:
+        shutil.rmtree(obsolete, ignore_errors=True)  # leftovers are removed by the next write
 
 
 def _keep_mode(new: Path, old: Path) -> None:
-    if old.exists():
+    if old.is_dir() and not old.is_symlink():
         new.chmod(stat.S_IMODE(old.stat().st_mode))
 
 
