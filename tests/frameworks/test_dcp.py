@@ -154,11 +154,29 @@ def test_an_existing_checkpoint_is_an_error_without_overwrite(storage, tmp_path)
     assert same(load(reader(tmp_path / "a"), make_state()), make_state())
 
 
-def test_a_checkpoint_of_torch_in_the_folder_is_not_hidden_behind_ours(tmp_path):
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_checkpoint_of_torch_in_the_folder_is_not_hidden_behind_ours(tmp_path, is_second):
+    if is_second:
+        save(make_state(2), StorageWriter(tmp_path / "a"))
     save(make_state(), FileSystemWriter(tmp_path / "a"))
     with pytest.raises(CheckpointException, match=r"Checkpoint already exists: .*FileSystemWriter"):
         save(make_state(1), StorageWriter(tmp_path / "a"))
     assert same(load(FileSystemReader(tmp_path / "a"), make_state()), make_state())
+
+
+def test_a_folder_that_exists_stays_the_same_folder(storage, tmp_path, monkeypatch):
+    writer, reader = storage
+    monkeypatch.chdir(tmp_path)  # a mount point, or a folder in a read-only one, is like this
+    for seed in range(2):
+        save(make_state(seed), writer("."))
+        assert same(load(reader("."), make_state()), make_state(seed))
+    assert tmp_path.samefile(".")
+
+
+def test_a_checkpoint_of_torch_is_refused_with_the_name_of_its_reader(tmp_path):
+    save(make_state(), FileSystemWriter(tmp_path / "a"))
+    _, message = find_error(lambda: load(StorageReader(tmp_path / "a"), make_state()))
+    assert "is a checkpoint of FileSystemWriter; use FileSystemReader" in message
 
 
 # Values

@@ -43,9 +43,10 @@ def create_run_id() -> str:
 class PendingFolder:
     """The temporary folder of a save; deleted with this object unless it is committed.
 
-    A target that does not exist, or is empty, appears complete: the temporary folder is renamed.
-    In any other folder, files get names of this save, and replacing the manifest is the one step
-    that makes them the checkpoint. Files that are not part of a checkpoint stay.
+    A target that does not exist appears complete: the temporary folder is renamed. In an existing
+    folder, which may be a mount point or the current folder, files get names of this save, and
+    replacing the manifest is the one step that makes them the checkpoint. Files that are not part
+    of a checkpoint stay.
     """
 
     def __init__(self, path: StrPath, run: str, *, overwrite: bool) -> None:
@@ -108,24 +109,29 @@ def resolve_path(path: StrPath) -> Path:
     return Path(os.path.realpath(local_path(path)))
 
 
+def is_torch_checkpoint(folder: Path) -> bool:
+    """Return True if a folder contains a checkpoint of torch's `FileSystemWriter`."""
+    return (folder / _TORCH_MANIFEST).exists()
+
+
 def _check_target(target: Path, *, overwrite: bool) -> bool:
-    """Return True if the target is a folder with files; raise if it must not be written."""
+    """Return True if the target is a folder; raise if it must not be written."""
     if not target.exists():
         return False
     if not target.is_dir():
         raise ConfigError(f"{target} is a file, not a folder")
-    if is_distributed(target):
-        if not overwrite:
-            raise ConfigError(f"Checkpoint already exists and overwrite=False: {target}")
-        _check_no_deltas(target)
-        _log.info("%s: replacing an existing checkpoint", target)
-    elif (target / _TORCH_MANIFEST).exists():
+    if is_torch_checkpoint(target):
         # FileSystemReader would go on loading it from the same folder.
         raise ConfigError(
             f"Checkpoint already exists: {target} contains a checkpoint of FileSystemWriter"
             f" ({_TORCH_MANIFEST}); save elsewhere, or remove it"
         )
-    return any(target.iterdir())
+    if is_distributed(target):
+        if not overwrite:
+            raise ConfigError(f"Checkpoint already exists and overwrite=False: {target}")
+        _check_no_deltas(target)
+        _log.info("%s: replacing an existing checkpoint", target)
+    return True
 
 
 def _check_no_deltas(target: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.checkpoint.store import FlatState
-from slimtensors.errors import CorruptFileError
+from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.tensor import Json, Spec, ceil_div
 
 PIECE_BYTES = 2 << 20
@@ -159,7 +159,11 @@ def build_rank_state(
 ) -> FlatState:
     """Return the content of the file of a rank."""
     tensors = {piece.name.removeprefix(PREFIX): piece.data.detach() for piece in pieces}
-    return FlatState.of({"run": run, "rank": rank, "objects": dict(objects), "tensors": tensors})
+    state = {"run": run, "rank": rank, "objects": dict(objects), "tensors": tensors}
+    try:
+        return FlatState.of(state)
+    except UnsupportedTensorError as error:  # with the path in the state of the user
+        raise UnsupportedTensorError(str(error).removeprefix("objects.")) from error
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from slimtensors.checkpoint.distributed.manifest import (
     read_distributed_manifest,
     to_metadata,
 )
-from slimtensors.checkpoint.distributed.pending import create_run_id
+from slimtensors.checkpoint.distributed.pending import create_run_id, is_torch_checkpoint
 from slimtensors.checkpoint.distributed.pieces import (
     Box,
     count_pieces,
@@ -83,6 +83,10 @@ class StorageReader(TorchStorageReader):
         """Open the checkpoint and return its metadata."""
         if self.checkpoint_id is None:
             raise ConfigError("no checkpoint given; pass StorageReader(path) or checkpoint_id=")
+        if not is_distributed(self.checkpoint_id) and is_torch_checkpoint(self.checkpoint_id):
+            raise FormatError(
+                f"{self.checkpoint_id} is a checkpoint of FileSystemWriter; use FileSystemReader"
+            )
         base = local_path(self._base) if self._base is not None else None
         self._stored = StoredShards(self.checkpoint_id, base=base)
         metadata = to_metadata(self._stored.manifest)
