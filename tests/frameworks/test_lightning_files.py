@@ -306,11 +306,32 @@ def test_a_model_with_the_mixin_loads_checkpoints_of_both_kinds(tmp_path):
         loaded = Mixed.load_from_checkpoint(path, strict=True)
         assert type(loaded) is Mixed
         assert equal_weights(weights_of(loaded), weights_of(model))
-        found.append(weights_of(load_from_checkpoint(Mixed, str(path))))
+        assert equal_weights(
+            weights_of(Mixed.load_from_checkpoint(checkpoint_path=path)), weights_of(model)
+        )
+        found.append(weights_of(load_from_checkpoint(Mixed, checkpoint_path=str(path))))
         with path.open("rb") if native else pytest.raises(IsADirectoryError) as file:
             again = Mixed.load_from_checkpoint(file) if native else Model.load_from_checkpoint(path)
             assert equal_weights(weights_of(again), weights_of(model))
     assert equal_weights(*found)
+
+
+def test_a_folder_named_like_a_url_is_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"state_dict": make_model().state_dict(), "pytorch-lightning_version": "2.6.0"}
+    SlimCheckpointIO().save_checkpoint(state, "http-run/a.ckpt")
+    loaded = load_from_checkpoint(Model, "http-run/a.ckpt")
+    assert equal_weights(weights_of(loaded), state["state_dict"])
+
+
+def test_load_from_checkpoint_of_an_object_is_refused_as_by_lightning(tmp_path):
+    class Mixed(SlimCheckpointMixin, Model):
+        pass
+
+    SlimCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
+    for kind in (Model, Mixed):
+        with pytest.raises(TypeError, match="cannot be called on an instance"):
+            kind().load_from_checkpoint(tmp_path / "a.ckpt")
 
 
 class Configured(LightningModule):

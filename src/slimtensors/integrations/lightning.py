@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -252,8 +253,10 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
                 self._lock.release()
 
 
-def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], *args: Any, **options: Any) -> T:
-    """Return `cls.load_from_checkpoint(path, …)`, also for checkpoints of this plug-in.
+def load_from_checkpoint(
+    cls: type[T], checkpoint_path: StrPath | IO[bytes], *args: Any, **options: Any
+) -> T:
+    """Return `cls.load_from_checkpoint(checkpoint_path, …)`, also for checkpoints of this plug-in.
 
     Lightning's classmethod bypasses all plug-ins and can only open files.
 
@@ -262,8 +265,16 @@ def load_from_checkpoint(cls: type[T], path: StrPath | IO[bytes], *args: Any, **
         >>> model = load_from_checkpoint(Model, "run/last.ckpt")  # doctest: +SKIP
     """
     load = cls.load_from_checkpoint  # type: ignore[attr-defined]
-    loaded: T = _load_with(load, path, *args, **options)
+    loaded: T = _load_with(load, checkpoint_path, *args, **options)
     return loaded
+
+
+class _LoadMethod:
+    """`load_from_checkpoint` of Lightning, also for our checkpoints; like it, only for classes."""
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        found: Any = super(SlimCheckpointMixin, owner if instance is None else instance)
+        return partial(_load_with, found.load_from_checkpoint)
 
 
 class SlimCheckpointMixin:
@@ -274,25 +285,20 @@ class SlimCheckpointMixin:
         >>> class Model(SlimCheckpointMixin, LightningModule): ...
     """
 
-    @classmethod
-    def load_from_checkpoint(
-        cls, checkpoint_path: StrPath | IO[bytes], *args: Any, **options: Any
-    ) -> Any:
-        """Load a checkpoint of `SlimCheckpointIO` or of Lightning, as Lightning's method does."""
-        load = super().load_from_checkpoint  # type: ignore[misc]
-        return _load_with(load, checkpoint_path, *args, **options)
+    load_from_checkpoint = _LoadMethod()
 
 
 def _load_with(
-    load: Callable[..., Any], path: StrPath | IO[bytes], *args: Any, **options: Any
+    load: Callable[..., Any], checkpoint_path: StrPath | IO[bytes], *args: Any, **options: Any
 ) -> Any:
     """Call Lightning's `load_from_checkpoint`, with a file in memory for a checkpoint of ours."""
-    if not isinstance(path, str | os.PathLike) or str(path).startswith("http"):
-        return load(path, *args, **options)  # opened, or to be downloaded by torch
-    if not _is_slim(_locate(path, {})):
-        return load(path, *args, **options)
+    if not isinstance(checkpoint_path, str | os.PathLike):
+        return load(checkpoint_path, *args, **options)
+    is_download = str(checkpoint_path).startswith(("http://", "https://"))  # by torch
+    if is_download or not _is_slim(_locate(checkpoint_path, {})):
+        return load(checkpoint_path, *args, **options)
     buffer = io.BytesIO()
-    torch.save(SlimCheckpointIO().load_checkpoint(path), buffer)
+    torch.save(SlimCheckpointIO().load_checkpoint(checkpoint_path), buffer)
     buffer.seek(0)
     parameters = list(inspect.signature(load).parameters)
     if "weights_only" in parameters[1 + len(args) :] and options.get("weights_only") is None:
