@@ -34,7 +34,7 @@ from slimtensors.checkpoint.store import STATE, Saved, StoredState
 from slimtensors.errors import FormatError, MismatchError, UnsupportedVersionError, describe_error
 from slimtensors.parallel import Workers
 from slimtensors.storage import LocalLocation, open_file
-from slimtensors.storage.atomic import remove_folder, sync_folder
+from slimtensors.storage.atomic import remove_folder, sync_folder, sync_tree
 from slimtensors.storage.files import link_or_copy
 
 _log = logging.getLogger(__name__)
@@ -213,6 +213,7 @@ class LoopFolder:
         target.mkdir()
         for name in sorted(bases):
             shutil.copytree(self.run / name, target / name, copy_function=link_or_copy)
+        sync_tree(target)  # before the originals are removed
         # Newest first: whenever this is interrupted, all deltas are still next to their bases.
         for path in sorted(newer, key=self._parse_step, reverse=True):
             if path.name in bases:
