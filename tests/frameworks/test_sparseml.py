@@ -336,6 +336,27 @@ def test_a_quantized_model_is_saved_in_the_format_of_compressed_tensors(tmp_path
         enable(model).save_pretrained(tmp_path / "x", quantization_format="int-quantized")
 
 
+def test_options_of_from_pretrained_also_select_the_weights(tmp_path):
+    models = {name: enable(llama()) for name in ("a", "b")}
+    with torch.no_grad():
+        models["b"].lm_head.weight.zero_()
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name, sparsity_config=BitmaskConfig())
+    models["a"].save_pretrained(tmp_path, sparsity_config=BitmaskConfig())
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path, subfolder="b")
+    assert same_weights(loaded, models["b"])
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16, None])
+def test_the_dtype_of_from_pretrained_is_that_of_transformers(tmp_path, dtype):
+    model = enable(llama(dtype=torch.float16))
+    model.save_pretrained(tmp_path, sparsity_config=BitmaskConfig())
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert loaded.dtype is want.dtype
+    assert same_weights(loaded, want)
+
+
 def test_the_other_auto_classes_of_sparseml_exist(tmp_path):
     llama().save_pretrained(tmp_path)
     assert SparseAutoConfig.from_pretrained(tmp_path).model_type == "llama"

@@ -43,6 +43,22 @@ AUTO_CLASSES = tuple(f"SparseAutoModel{task}" for task in _TASKS)
 SAME_CLASSES = ("SparseAutoConfig", "SparseAutoTokenizer")
 """Names of SparseML for classes of transformers that need no change."""
 
+_WEIGHT_OPTIONS = ("dtype", "torch_dtype", "quantization_config")
+"""Options of `from_pretrained` that are not for the config, although it has these attributes."""
+_KEPT_OPTIONS = (
+    *_WEIGHT_OPTIONS,
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+"""Options that the weights need too, and that loading the config removes."""
+
 
 class SparseAuto:
     """Base of the Auto classes: load models with `auto` and enable them.
@@ -171,9 +187,8 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
                 " config.quantization_config['run_compressed'] = True instead"
             )
         return options
-    config, rest = transformers.AutoConfig.from_pretrained(
-        path, return_unused_kwargs=True, **options
-    )
+    given = {key: value for key, value in options.items() if key not in _WEIGHT_OPTIONS}
+    config, rest = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **given)
     section = find_section(config.to_dict())
     if section is None:
         if run_compressed:
@@ -182,7 +197,8 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
     if hasattr(config, "compression_config"):
         del config.compression_config
     config.quantization_config = section | ({"run_compressed": True} if run_compressed else {})
-    return {**rest, "config": config}
+    kept = {key: value for key, value in options.items() if key in _KEPT_OPTIONS}
+    return {**rest, **kept, "config": config}
 
 
 def _check_path(path: StrPath) -> None:
