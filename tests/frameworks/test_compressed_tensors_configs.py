@@ -117,7 +117,9 @@ TOKEN = {"strategy": "token", "dynamic": True}
         {"targets": ["Linear"], "weights": INT4, "input_activations": TOKEN},
         {"targets": ["Linear"], "output_activations": TOKEN},
         {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+        {"targets": ["Linear"], "weights": {}},
         {"targets": ["Linear"], "format": "mixed-precision"},
+        {"targets": ["Linear"], "format": "packed"},
         {"targets": ["Linear"], "input_activations": {"group_size": -1}},
         {"targets": ["Linear"], "input_activations": {**TOKEN, "actorder": "weight"}},
         {"targets": ["Linear"], "weights": {"bits": 4}},
@@ -144,6 +146,7 @@ CONFIGS = [
     {"config_groups": {"fp8": ("Linear",)}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
     {"config_groups": {"a": {"targets": ["x"], "weights": INT4}}, "format": "pack-quantized"},
     {"config_groups": {"a": {"targets": ["x"]}}, "quantization_status": "frozen"},
+    {"config_groups": {"a": {"targets": ["x"], "weights": {}, "input_activations": None}}},
     {"config_groups": {"W4A17": ["Linear"]}},
     {"config_groups": {"a": 3}},
     {"config_groups": {}, "quantization_status": "calibrated"},
@@ -188,6 +191,10 @@ def test_stricter_than_theirs_on_purpose():
     with pytest.raises(ConfigError, match="num_bits 16 is not supported"):
         ours.QuantizationArgs(num_bits=16)
     assert theirs.QuantizationArgs(num_bits=16)
+    for values in ({"num_bits": "8"}, {"group_size": 128.0}, {"symmetric": 1}):
+        with pytest.raises(ConfigError, match=next(iter(values))):
+            ours.QuantizationArgs(**values)
+        assert theirs.QuantizationArgs(**values)
     with pytest.raises(ConfigError, match="cannot be quantized dynamically"):
         ours.QuantizationScheme(["Linear"], weights={"dynamic": True})
     with pytest.raises(ConfigError, match="group requires dynamic=True"):

@@ -25,7 +25,6 @@ from slimtensors.quantization.config import (
     QuantizationConfig,
     QuantizationStatus,
 )
-from slimtensors.quantization.formats import CompressionFormat
 from slimtensors.quantization.forward import (
     calculate_qparams,
     calculate_range,
@@ -34,6 +33,7 @@ from slimtensors.quantization.forward import (
     quantize,
 )
 from slimtensors.quantization.scheme import (
+    CompressionFormat,
     QuantizationScheme,
     is_preset_scheme,
     preset_name_to_scheme,

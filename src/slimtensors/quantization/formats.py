@@ -7,7 +7,6 @@ in which tensors they store and in the dtype of codes and scales; the table is a
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -24,31 +23,12 @@ from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, ceil_div
 __all__ = [
     "MIXED",
     "SUFFIXES",
-    "CompressionFormat",
     "Format",
     "find",
     "infer",
     "list_names",
     "merge",
 ]
-
-
-class CompressionFormat(StrEnum):
-    """Names of formats in configs of compressed-tensors."""
-
-    dense = "dense"
-    sparse_bitmask = "sparse-bitmask"
-    sparse_24_bitmask = "sparse-24-bitmask"
-    int_quantized = "int-quantized"
-    float_quantized = "float-quantized"
-    naive_quantized = "naive-quantized"
-    pack_quantized = "pack-quantized"
-    marlin_24 = "marlin-24"
-    mixed_precision = "mixed-precision"
-    nvfp4_pack_quantized = "nvfp4-pack-quantized"
-    mxfp4_pack_quantized = "mxfp4-pack-quantized"
-    mxfp6_pack_quantized = "mxfp6-pack-quantized"
-    mxfp8_quantized = "mxfp8-quantized"
 
 
 MIXED = "mixed-precision"

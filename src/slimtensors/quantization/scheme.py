@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,25 @@ from slimtensors.quantization.args import (
     to_text,
 )
 from slimtensors.tensor import Json
+
+
+class CompressionFormat(StrEnum):
+    """Names of formats in configs of compressed-tensors."""
+
+    dense = "dense"
+    sparse_bitmask = "sparse-bitmask"
+    sparse_24_bitmask = "sparse-24-bitmask"
+    int_quantized = "int-quantized"
+    float_quantized = "float-quantized"
+    naive_quantized = "naive-quantized"
+    pack_quantized = "pack-quantized"
+    marlin_24 = "marlin-24"
+    mixed_precision = "mixed-precision"
+    nvfp4_pack_quantized = "nvfp4-pack-quantized"
+    mxfp4_pack_quantized = "mxfp4-pack-quantized"
+    mxfp6_pack_quantized = "mxfp6-pack-quantized"
+    mxfp8_quantized = "mxfp8-quantized"
+
 
 _INT, _FLOAT = QuantizationType.INT, QuantizationType.FLOAT
 _STATIC = "static_minmax"
@@ -123,6 +143,10 @@ class QuantizationScheme(PydanticMethods):
             raise ConfigError(f"format must be a name, got {str(self.format)[:80]!r}")
         if self.format is not None:
             object.__setattr__(self, "format", to_text(self.format))
+        if self.format is not None and self.format not in list(CompressionFormat):
+            raise ConfigError(
+                f"unknown format {self.format[:80]!r}; {suggest(self.format, CompressionFormat)}"
+            )
         if self.format == "mixed-precision":
             raise ConfigError("mixed-precision is the format of a config, not of a group")
         for key in ("input_activations", "output_activations"):
@@ -172,7 +196,7 @@ class QuantizationScheme(PydanticMethods):
         parsed = {
             key: QuantizationArgs.from_dict(data[key])
             for key in _ARGS_FIELDS
-            if data.get(key) not in (None, {})
+            if data.get(key) is not None
         }
         return cls.model_validate({**data, **dict.fromkeys(_ARGS_FIELDS), **parsed})
 
