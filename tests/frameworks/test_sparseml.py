@@ -357,6 +357,27 @@ def test_the_dtype_of_from_pretrained_is_that_of_transformers(tmp_path, dtype):
     assert same_weights(loaded, want)
 
 
+def test_parts_load_without_a_section_in_the_config(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    slimtensors.save_compressed_model(model, tmp_path / "model.safetensors")
+    assert list_suffixes(tmp_path) == PARTS
+    loaded, info = SparseAutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert same_weights(loaded, model)
+
+
+def test_a_config_that_fits_no_weight_is_reported(tmp_path, caplog):
+    model = enable(llama())
+    for config in (BitmaskConfig(targets=["Conv2d"]), Sparse24BitmaskConfig()):
+        caplog.clear()
+        model.save_pretrained(tmp_path / "dense", sparsity_config=config)
+        assert f"no weight gets smaller as {config.format}" in caplog.text
+        assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), model)
+    with pytest.raises(ConfigError, match="must be an object such as BitmaskConfig"):
+        model.save_pretrained(tmp_path / "x", sparsity_config={"format": "sparse-bitmask"})
+
+
 def test_the_other_auto_classes_of_sparseml_exist(tmp_path):
     llama().save_pretrained(tmp_path)
     assert SparseAutoConfig.from_pretrained(tmp_path).model_type == "llama"

@@ -6,14 +6,17 @@ returned model can also save itself compressed (see `enable`).
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
 from torch import nn
 
+from slimtensors.archive import Archive
 from slimtensors.errors import ConfigError
+from slimtensors.folder.config_json import METHOD
 from slimtensors.runtime import CompressedTensor
-from slimtensors.storage import StrPath
+from slimtensors.storage import INDEX, SINGLE, StrPath
 from slimtensors.transformers.loading import find_section
 from slimtensors.transformers.saving import enable, is_enabled
 
@@ -190,6 +193,9 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
     given = {key: value for key, value in options.items() if key not in _WEIGHT_OPTIONS}
     config, rest = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **given)
     section = find_section(config.to_dict())
+    if section is None and not hasattr(config, "quantization_config"):
+        folder = Path(path, options.get("subfolder") or "")
+        section = {"quant_method": METHOD, "preset": "dense"} if _has_parts(folder) else None
     if section is None:
         if run_compressed:
             raise ConfigError(f"{path} is not compressed; load it without run_compressed")
@@ -199,6 +205,13 @@ def _add_config(path: StrPath, options: dict[str, Any], *, run_compressed: bool)
     config.quantization_config = section | ({"run_compressed": True} if run_compressed else {})
     kept = {key: value for key, value in options.items() if key in _KEPT_OPTIONS}
     return {**rest, **kept, "config": config}
+
+
+def _has_parts(folder: Path) -> bool:
+    """Return True if the weights of a local folder are stored in parts, whatever its config."""
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return False
+    return any(key != name for key, name in Archive(folder).owners.items())
 
 
 def _check_path(path: StrPath) -> None:

@@ -1,5 +1,6 @@
 """Save models compressed: the `save_pretrained` of an enabled model."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ from slimtensors.transformers.weights import (
     reuse_stored,
     to_dense,
 )
+
+_LOG = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -181,6 +184,10 @@ class SavePretrained:
         """
         if preset is not None and (sparsity_config is not None or save_compressed is False):
             raise ConfigError("preset cannot be combined with sparsity_config or dense weights")
+        if isinstance(sparsity_config, dict | str):
+            raise ConfigError(
+                f"sparsity_config must be an object such as BitmaskConfig(), got {sparsity_config}"
+            )
         folder = local_path(save_directory)
         is_requested = save_compressed or sparsity_config is not None or quantization_format
         is_free = save_compressed is not False and preset is None and self._stored.layout is None
@@ -201,7 +208,18 @@ class SavePretrained:
             layout = Layout.of(preset)
         if layout is not None and not getattr(self._model, "_hf_peft_config_loaded", False):
             keep = match_targets(self._model, sparsity_config) if sparsity_config else select_all
-            self._model.sparsity_config = self._save_compressed(folder, layout, keep, **options)
+            section = self._save_compressed(folder, layout, keep, **options)
+            self._model.sparsity_config = section
+            if (
+                sparsity_config is not None
+                and section is None
+                and options.get("is_main_process", True)
+            ):
+                _LOG.warning(
+                    "%s: no weight gets smaller as %s; all are stored dense",
+                    folder,
+                    sparsity_config.format,
+                )
             return
         self._save_dense(folder, **options)
         has_config = sparsity_config is not None
