@@ -336,6 +336,22 @@ def test_a_quantized_model_is_saved_in_the_format_of_compressed_tensors(tmp_path
         enable(model).save_pretrained(tmp_path / "x", quantization_format="int-quantized")
 
 
+def test_a_plain_auto_class_stops_at_quantized_weights_in_parts(tmp_path):
+    llama().save_pretrained(tmp_path / "dense")
+    made, _ = oneshot(tmp_path / "dense", [Quantize("W8A8", ignore=["lm_head"])])
+    made.save_pretrained(tmp_path / "both", sparsity_config=BitmaskConfig())
+    SparseAutoModelForCausalLM.from_pretrained(tmp_path / "both").save_pretrained(
+        tmp_path / "again"
+    )
+    for name in ("both", "again"):
+        with pytest.raises((ValueError, ImportError), match=r"SparseAutoModel|compressed-tensors"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert same_weights(loaded, made)
+    slimtensors.transformers.decompress_folder(tmp_path / "both", tmp_path / "plain")
+    assert "transformers_weights" not in read_config(tmp_path / "plain")
+
+
 def test_options_of_from_pretrained_also_select_the_weights(tmp_path):
     models = {name: enable(llama()) for name in ("a", "b")}
     with torch.no_grad():

@@ -196,6 +196,11 @@ def remove_sections(config: Json) -> Json:
     return kept
 
 
+def stop_other_loaders(config: Json, sentence: str = _LOAD_PARTS) -> Json:
+    """Return `config` with the key that stops loaders that do not support weights in parts."""
+    return {**config, _STOP_KEY: sentence}
+
+
 def stops_other_loaders(weights: object) -> bool:
     """Return True if `transformers_weights` of a config is our sentence, not a file name."""
     return isinstance(weights, str) and "slimtensors" in weights and " " in weights
@@ -213,7 +218,8 @@ def set_section(config: Json, section: Json) -> Json:
 
 def copy_sections(config: Json, source: Json) -> Json:
     """Return `config` with the sections of `source`, and with its order of keys."""
-    merged = config | {key: source[key] for key in _SECTIONS if key in source}
+    copied = (*_SECTIONS, _STOP_KEY) if stops_other_loaders(source.get(_STOP_KEY)) else _SECTIONS
+    merged = config | {key: source[key] for key in copied if key in source}
     return {key: merged[key] for key in (*source, *merged) if key in merged}
 
 
@@ -272,7 +278,7 @@ def describe_compression(
         }
     config = add_section(config, section)
     if in_parts:
-        config[_STOP_KEY] = HOW_TO_LOAD if method == METHOD else _LOAD_PARTS
+        config = stop_other_loaders(config, HOW_TO_LOAD if method == METHOD else _LOAD_PARTS)
     is_sparse = bool(kinds & {"bitmask", "bitmask24"})
     return add_sparsity_section(config, sparsity_config) if is_sparse else config
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
+from slimtensors.archive.dialects.compressed_tensors import find_prefixes
 from slimtensors.archive.dialects.slim import NAME as SLIM
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
@@ -32,6 +33,7 @@ from slimtensors.folder.config_json import (
     read_config,
     read_quantization_section,
     read_sparsity_section,
+    stop_other_loaders,
     update_config,
 )
 from slimtensors.parallel import Each
@@ -139,6 +141,8 @@ def save_quantized(model: Any, folder: Path, compressor: ModelCompressor, **opti
         type(model).save_pretrained(model, folder, state_dict=state, **options)
         if folder.is_dir():  # created by the main process only
             apply_umask(folder)
+        if options.get("is_main_process", True) and find_prefixes(state):
+            update_config(folder, stop_other_loaders)
         return str(model.config.quantization_config["format"])
     finally:
         del model.config.quantization_config  # the weights of the model in memory are dense
