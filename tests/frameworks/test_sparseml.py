@@ -452,3 +452,10 @@ def test_a_golden_folder_loads_and_is_saved_again(tmp_path, auto):
     ]
     assert tables[0].keys() == tables[1].keys()
     assert all(same_bits(x, tables[1][name]) for name, x in tables[0].items())
+
+
+def test_a_recipe_is_refused_and_its_default_accepted(tmp_path):
+    llama().save_pretrained(tmp_path)
+    SparseAutoModelForCausalLM.from_pretrained(tmp_path, recipe=None)
+    with pytest.raises(ConfigError, match="call oneshot"):
+        SparseAutoModelForCausalLM.from_pretrained(tmp_path, recipe="prune.yaml")

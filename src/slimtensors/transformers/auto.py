@@ -82,6 +82,7 @@ class SparseAuto:
         *args: Any,
         run_compressed: bool = False,
         pretrained_model_name_or_path: StrPath | None = None,
+        recipe: object = None,
         **options: Any,
     ) -> Any:
         """Load a model from a dense or compressed folder; its `save_pretrained` can compress.
@@ -94,11 +95,14 @@ class SparseAuto:
             run_compressed: keep linear layers that are stored quantized or sparse compressed in
                 memory.
             pretrained_model_name_or_path: name of the first argument in transformers.
+            recipe: option of SparseML; only None, its default, is supported.
             args, options: arguments of `from_pretrained` of transformers.
         """
         path = pretrained_model_name_or_path if model_name_or_path is None else model_name_or_path
         if path is None:
             raise TypeError("from_pretrained() missing the argument 'model_name_or_path'")
+        if recipe is not None:
+            raise ConfigError(f"recipe={recipe!r} is not supported; call oneshot(model, recipe)")
         return load_pretrained(cls.auto, path, *args, run_compressed=run_compressed, **options)
 
     @classmethod
