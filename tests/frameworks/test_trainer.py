@@ -316,6 +316,44 @@ def test_the_last_limit_of_one_keeps_a_best_difference_of_an_earlier_run(tmp_pat
     assert_equal_weights(weights(trainer), load_checkpoint(best.path)["model"])
 
 
+def test_the_last_limit_of_one_leaves_other_runs_alone(tmp_path):
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", **EVAL}
+    train(SlimTrainer, tmp_path / "a", settings=CheckpointSettings(base="chain"), **options)
+    state = tmp_path / "a" / "checkpoint-9" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"best_metric": 0}))
+    best = str(tmp_path / "a" / "checkpoint-9")
+    other, _ = train(SlimTrainer, tmp_path / "b", resume=best, save_total_limit=1, **options)
+    assert other.state.best_model_checkpoint == best
+    assert verify_run(tmp_path / "a")
+
+
+def test_the_best_checkpoint_is_never_one_of_an_earlier_run(tmp_path):
+    options = {"metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
+    train(SlimTrainer, tmp_path, save_steps=2)
+    trainer, _ = train(
+        SlimTrainer, tmp_path, save_steps=4, eval_strategy="steps", eval_steps=2, **options
+    )
+    assert trainer.state.best_global_step == 2  # evaluated, but not saved
+    assert trainer.state.best_model_checkpoint is None
+    assert names(tmp_path) == ["checkpoint-14"]
+
+
+def test_a_checkpoint_that_was_written_again_is_read_again(tmp_path):
+    path = str(tmp_path / "checkpoint-3")
+    trainer, _ = build(SlimTrainer, tmp_path)
+    for rate in (1e-4, 1e-2):
+        saved, _ = train(SlimTrainer, tmp_path, max_steps=3, learning_rate=rate)
+        trainer._load_from_checkpoint(path)
+        assert_equal_weights(weights(trainer), weights(saved))
+
+
+def test_a_save_after_training_leaves_the_other_checkpoints(tmp_path):
+    trainer, _ = train(SlimTrainer, tmp_path, max_steps=6)
+    trainer._save_checkpoint(trainer.model, None)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6"]
+    assert verify_run(tmp_path)
+
+
 def test_from_pretrained_loads_checkpoints(tmp_path):
     def tied():
         model = make_llama(tie_word_embeddings=True)

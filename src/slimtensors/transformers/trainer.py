@@ -199,12 +199,14 @@ class _TrainerRun:
         self._stack: ExitStack | None = None
         """Set while the Trainer trains."""
         self._loop: Checkpointing | None = None
-        self._resumed: tuple[Path, dict[str, Any]] | None = None
-        """The checkpoint to resume from and its state, until all of it is restored."""
+        self._steps: set[int] = set()
+        """Steps saved since training started."""
+        self._resumed: tuple[str, dict[str, Any]] | None = None
+        """Id of the checkpoint to resume from and its state, until all of it is restored."""
         self._ranks = _RankStates()
 
     def __enter__(self) -> None:
-        self._stack, self.start = ExitStack(), 0
+        self._stack, self.start, self._steps = ExitStack(), 0, set()
 
     def __exit__(self, *error: Any) -> None:
         stack, self._stack, self._loop, self._resumed = self._stack, None, None, None
@@ -216,16 +218,16 @@ class _TrainerRun:
         trainer = self._trainer
         args, state = trainer.args, trainer.state
         self._ranks.states = _gather_rng(args.world_size)
+        self._steps.add(state.global_step)
         if args.save_strategy != SaveStrategy.NO and state.best_global_step:
-            best = f"{folder.rstrip('/')}/{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if state.best_global_step == state.global_step or Path(best).is_dir():
-                state.best_model_checkpoint = best
+            self._record_best(folder, state.best_global_step)
         if not args.should_save:
             return
         _update_callback_states(trainer)
         run = Path(folder)
         _remove_sentinel(run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         if self._stack is None:  # a save outside of training
+            self.start = state.global_step - 1
             with self._open(run) as loop:
                 self._save(loop)
             return
@@ -255,7 +257,8 @@ class _TrainerRun:
             extra=self._trainer.checkpoints.extra,
             rng_state=False,
         )
-        self._resumed = path, {name: state.get(name) for name in ("scaler", "rng", _RANKS)}
+        rest = {name: state.get(name) for name in ("scaler", "rng", _RANKS)}
+        self._resumed = read_manifest(path).id, rest
 
     def load_scaler(self, path: Path) -> None:
         """Restore the gradient scaler, if there is one and it was saved."""
@@ -277,17 +280,27 @@ class _TrainerRun:
         """Wait for the last save; prepare what the Trainer does at the end of training."""
         if self._loop is not None:
             self._loop.wait()
-        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
-        if args.should_save and args.save_total_limit == 1 and best and _is_delta(Path(best)):
+        trainer, args = self._trainer, self._trainer.args
+        best = Path(trainer.state.best_model_checkpoint or "")
+        is_here = best.parent.resolve() == Path(trainer._get_output_dir(trainer._trial)).resolve()
+        if args.should_save and args.save_total_limit == 1 and is_here and _is_delta(best):
             # The Trainer removes all checkpoints but the best one, also its bases.
-            flatten_in_place(Path(best), threads=self._trainer.checkpoints.threads)
+            flatten_in_place(best, threads=trainer.checkpoints.threads)
         if args.world_size > 1:
             dist.barrier()  # all processes may load the best model
 
+    def _record_best(self, folder: str, step: int) -> None:
+        """Name the best checkpoint; one of an earlier run in this folder is about to be moved."""
+        best, state = f"{folder.rstrip('/')}/{PREFIX_CHECKPOINT_DIR}-{step}", self._trainer.state
+        is_known = step in self._steps or step <= self.start
+        if step == state.global_step or (is_known and Path(best).is_dir()):
+            state.best_model_checkpoint = best
+
     def _read(self, path: Path) -> dict[str, Any]:
         """Return the state of a checkpoint, which is read once while training starts."""
-        if self._resumed is None or self._resumed[0] != path:
-            self._resumed = path, _load(path, self._trainer.checkpoints.threads)
+        found = read_manifest(path).id
+        if self._resumed is None or self._resumed[0] != found:
+            self._resumed = found, _load(path, self._trainer.checkpoints.threads)
         return self._resumed[1]
 
     def _open(self, run: Path) -> Checkpointing:
