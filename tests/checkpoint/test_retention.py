@@ -485,8 +485,8 @@ def test_an_interruption_while_checkpoints_are_set_aside_loses_nothing(
         patch.setattr(Path, "rename", fail_after(Path.rename))
         patch.setattr(Path, "hardlink_to", fail_after(Path.hardlink_to))
         with contextlib.suppress(OSError):
-            LoopFolder(tmp_path, "step-{}").set_newer_aside(1)
-    LoopFolder(tmp_path, "step-{}").set_newer_aside(1)
+            LoopFolder(tmp_path, "step-{}").set_newer_aside(1, saving=2)
+    LoopFolder(tmp_path, "step-{}").set_newer_aside(1, saving=2)
     assert [point.name for point in list_checkpoints(tmp_path)] == ["step-1"]
     found = {}
     for folder in [tmp_path, *tmp_path.glob("earlier-run-*")]:

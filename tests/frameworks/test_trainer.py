@@ -354,6 +354,53 @@ def test_a_save_after_training_leaves_the_other_checkpoints(tmp_path):
     assert verify_run(tmp_path)
 
 
+class Notes(TrainerCallback):
+    """Write a file into the folder of each checkpoint, before or after it is saved."""
+
+    def __init__(self, when):
+        self.when, self.written = when, set()
+
+    def write(self, args, state):
+        if state.global_step not in self.written:
+            self.written.add(state.global_step)
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}", "notes")
+            folder.mkdir(parents=True)
+            (folder / "text").write_text(str(state.global_step))
+
+    def on_evaluate(self, args, state, control, **parts):
+        if self.when == "before":
+            self.write(args, state)
+
+    def on_save(self, args, state, control, **parts):
+        if self.when == "after":
+            self.write(args, state)
+
+    def on_epoch_end(self, args, state, control, **parts):
+        control.should_evaluate = control.should_save = True  # once more, with other metrics
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_files_of_callbacks_stay_in_the_checkpoint(tmp_path, when, is_async):
+    settings = CheckpointSettings(async_=is_async)
+    trainer, _ = train(
+        SlimTrainer,
+        tmp_path,
+        Notes(when),
+        settings=settings,
+        max_steps=6,
+        load_best_model_at_end=True,
+        **EVAL,
+    )
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-6"]
+    for step in (3, 6):
+        text = tmp_path / f"checkpoint-{step}" / "notes" / "text"
+        assert text.read_text() == str(step)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    assert verify_run(tmp_path)
+    train(SlimTrainer, tmp_path, resume=True, max_steps=7)
+
+
 def test_from_pretrained_loads_checkpoints(tmp_path):
     def tied():
         model = make_llama(tie_word_embeddings=True)

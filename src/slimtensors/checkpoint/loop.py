@@ -229,6 +229,8 @@ class CheckpointOptions:
     """Whether SIGTERM lets the next step save and exit."""
     sets_newer_aside: bool = False
     """Whether the first save moves checkpoints of later steps to another folder."""
+    merges_folders: bool = False
+    """Whether files that are already in the folder of a checkpoint become part of it."""
     stores_all_weights: bool = False
     """See `SaveOptions`."""
 
@@ -369,7 +371,7 @@ class Checkpointing:
         """Save, and only then remove old checkpoints; `old` is a checkpoint to replace."""
         options = self._options
         if options.sets_newer_aside and not self._has_saved:
-            self._folder.set_newer_aside(self.start)
+            self._folder.set_newer_aside(self.start, saving=step)
         save = SaveOptions(
             profile=options.profile,
             files=files,
@@ -378,12 +380,13 @@ class Checkpointing:
         )
         if old is not None:
             base = old.manifest.base
-            save = replace(save, base=self.run / base.name if base else None, replace=True)
+            save = replace(save, base=self.run / base.name if base else None, merge=True)
             saved = save_with_base(state, old.path, save)
         else:
-            path = self._folder.choose_path(step)
+            path = self._folder.choose_path(step, merge=options.merges_folders)
             point = self._folder.choose_base(options.base, options.keyframe_every)
-            save = replace(save, base=point.path if point else None)
+            merge = options.merges_folders and not is_checkpoint(path)
+            save = replace(save, base=point.path if point else None, merge=merge)
             saved = save_with_base(state, path, save)
             self._folder.count_save(saved)
         self._newest, self._has_saved = saved, True

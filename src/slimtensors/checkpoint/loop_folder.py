@@ -182,15 +182,18 @@ class LoopFolder:
         base = choose_base(self.list_own(), mode, self._since_keyframe, keyframe_every)
         return base if base is not None and self.integrity.is_intact(base) else None
 
-    def choose_path(self, step: int) -> Path:
+    def choose_path(self, step: int, *, merge: bool = False) -> Path:
         """Return the folder to save a step to.
 
         A damaged checkpoint of that name is renamed. Anything else stays; if it is not a
-        checkpoint of this program, the new one gets a suffix.
+        checkpoint of this program, the new one gets a suffix. With `merge`, a folder without a
+        model is returned as it is.
         """
         path = self.run / self._name.format(step)
         if problem := self.integrity.find_damage(path):
             set_aside(path, problem)
+        if merge and path.is_dir() and not path.is_symlink() and not _contains_model(path):
+            return path
         if not _is_taken(path) or any(path == point.path for point in list_checkpoints(self.run)):
             return path  # saving raises if an intact checkpoint has this name
         names = (f"{path.name}-{i}" for i in itertools.count(2))
@@ -198,12 +201,15 @@ class LoopFolder:
         _log.warning("%s was not written by this version; saving to %s", path, free.name)
         return free
 
-    def set_newer_aside(self, step: int) -> None:
+    def set_newer_aside(self, step: int, *, saving: int) -> None:
         """Move the checkpoints after a step, of whichever program, to a folder `earlier-run-1`.
 
-        Bases that they need are linked or copied there first, so that all of them can be read.
+        Bases that they need are linked or copied there first, so that all of them can be read. The
+        folder of the step that is being saved stays unless it contains a model.
         """
         newer = [path for path in self.run.iterdir() if self._parse_step(path) > step]
+        new = self.run / self._name.format(saving)
+        newer = [path for path in newer if path != new or _contains_model(path)]
         if not newer:
             return
         points = list_checkpoints(self.run)
@@ -283,6 +289,12 @@ class LoopFolder:
             self.integrity.record(point, str(error))
             return False
         return True
+
+
+def _contains_model(folder: Path) -> bool:
+    """Return True for a checkpoint, of this program or of another one that uses the same names."""
+    names = (STATE, "model*.safetensors*", "pytorch_model*.bin*")
+    return any(found for name in names for found in folder.glob(name))
 
 
 def _is_taken(path: Path) -> bool:

@@ -134,9 +134,7 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
 
 def flatten_in_place(folder: Path, *, threads: int | None = None) -> Saved:
     """Replace a checkpoint by a copy that needs no base; additional files in it stay."""
-    files = read_files(folder)
-    others = {name: raw for name, raw in files.items() if name not in (STATE, MANIFEST)}
-    return _flatten(folder, folder, SaveOptions(files=others, threads=threads, replace=True))
+    return _flatten(folder, folder, SaveOptions(threads=threads, merge=True))
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -221,6 +219,8 @@ class SaveOptions:
     threads: int | None = None
     replace: bool = False
     """Replace an existing checkpoint once the new one is complete."""
+    merge: bool = False
+    """Replace any folder, but keep the files in it that the new checkpoint lacks."""
     stores_all_weights: bool = False
     """Store every weight of the model under its name, also unchanged and equal ones, for loaders
     that take the names from the file."""
@@ -301,7 +301,7 @@ def _encode(
 
 
 def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOptions) -> Saved:
-    with create_folder(path, replace=options.replace) as folder:
+    with create_folder(path, replace=options.replace, merge=options.merge) as folder:
         file = folder / STATE
         coding = WriteOptions(preset=content.preset, threads=options.threads)
         summary = write(content.source, file, coding).summary()

@@ -32,6 +32,7 @@ from slimtensors.storage.files import (
     StrPath,
     copy_file,
     create_file,
+    link_or_copy,
     name_write_errors,
 )
 from slimtensors.storage.location import LocalLocation, local_path
@@ -103,22 +104,34 @@ def write_json(path: Path, data: Json) -> None:
 
 @contextmanager
 def create_folder(
-    path: StrPath, *, replace: bool = False, sources: Sequence[StrPath] = ()
+    path: StrPath, *, replace: bool = False, merge: bool = False, sources: Sequence[StrPath] = ()
 ) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` on success and removed on failure.
 
     Without `replace`, nothing but an empty folder may exist there. With it, a model folder is
-    replaced, unless it is or contains one of `sources`.
+    replaced, unless it is or contains one of `sources`. With `merge`, any folder is replaced, and
+    files in it that the new one lacks are kept.
     """
     check_separate(LocalLocation(local_path(path)), sources)
     target = Path(os.path.realpath(local_path(path)))
     if replace:
         check_replaceable(target, replace=True)
-    else:
+    elif not (merge and target.is_dir()):
         check_absent(target)
     with temporary_folder(target) as folder, name_write_errors(target):
         yield folder
-        commit_folder(folder, target, replace=replace)
+        if merge and target.is_dir():
+            _keep_files(target, folder)
+        commit_folder(folder, target, replace=replace or merge)
+
+
+def _keep_files(old: Path, new: Path) -> None:
+    """Link or copy the files of a folder that another one lacks."""
+    for path in old.rglob("*"):
+        kept = new / path.relative_to(old)
+        if (path.is_symlink() or not path.is_dir()) and not os.path.lexists(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path, kept)
 
 
 @contextmanager

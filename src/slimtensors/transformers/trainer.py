@@ -328,6 +328,7 @@ class _TrainerRun:
             name=f"{PREFIX_CHECKPOINT_DIR}-{{}}",
             handles_sigterm=False,
             sets_newer_aside=True,
+            merges_folders=True,
             stores_all_weights=True,
         )
         return Checkpointing(run, objects, options, start=self.start)
@@ -375,10 +376,8 @@ def _update_callback_states(trainer: SlimTrainer) -> None:
 
 
 def _remove_sentinel(path: Path) -> None:
-    """Remove a folder with nothing but the Trainer's mark for incomplete checkpoints."""
-    if path.is_dir() and [child.name for child in path.iterdir()] == [_SENTINEL]:
-        (path / _SENTINEL).unlink()
-        path.rmdir()
+    """Remove the Trainer's mark for an incomplete checkpoint, which ours never is."""
+    (path / _SENTINEL).unlink(missing_ok=True)
 
 
 def _make_files(trainer: SlimTrainer) -> dict[str, bytes]:
