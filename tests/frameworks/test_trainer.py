@@ -540,18 +540,70 @@ def test_it_combines_with_other_trainers(tmp_path):
     class Combined(SlimTrainer, Seq2SeqTrainer):
         pass
 
-    args = Seq2SeqTrainingArguments(
-        tmp_path,
-        max_steps=2,
-        save_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Combined(make_llama(), args, train_dataset=Lines())
-    trainer.train()
-    assert verify_run(tmp_path).checkpoints == 2
+    class Reversed(Seq2SeqTrainer, SlimTrainer):
+        pass
+
+    for cls in (Combined, Reversed):
+        args = Seq2SeqTrainingArguments(
+            tmp_path / cls.__name__,
+            max_steps=2,
+            save_steps=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = cls(make_llama(), args, train_dataset=Lines())
+        trainer.train()
+        assert verify_run(tmp_path / cls.__name__).checkpoints == 2
+
+
+class Annotated(Trainer):
+    """A Trainer that writes files of its own, as Trainers of other packages do."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        Path(output_dir, "head.txt").write_text(Path(output_dir).name)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir, "card.md").write_text("# model")
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", "more.txt").touch()
+
+
+def test_files_of_a_subclass_are_in_the_checkpoint(tmp_path):
+    class Combined(Annotated, SlimTrainer):
+        pass
+
+    train(Annotated, tmp_path / "native", max_steps=3)
+    trainer, _ = train(Combined, tmp_path / "ours", max_steps=3)
+    added = {}
+    for name in ("native", "ours"):
+        folder = tmp_path / name / "checkpoint-3"
+        added[name] = {path.name: path.read_text() for path in folder.glob("*.[tm]*")}
+    assert added["ours"] == added["native"]
+    assert added["ours"]["head.txt"] == "checkpoint-3"
+    assert not (tmp_path / "ours" / "checkpoint-3" / "model.safetensors").exists()
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal_weights(loaded.state_dict(), weights(trainer))
+
+
+def test_methods_that_are_not_called_are_refused(tmp_path):
+    class Wrong(SlimTrainer, Annotated):
+        pass
+
+    class OwnScaler(SlimTrainer):
+        def _save_scaler(self, output_dir):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match=r"_save: .* class Wrong\(Annotated, SlimTrainer\)"):
+        build(Wrong, tmp_path)
+    with pytest.raises(ConfigError, match="OwnScaler overrides _save_scaler"):
+        build(OwnScaler, tmp_path)
 
 
 class Terminate(TrainerCallback):

@@ -5,6 +5,7 @@ Trainer and its `TrainingArguments` still decide when to save, how many checkpoi
 which one is best.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -85,7 +86,8 @@ class SlimTrainer(Trainer):
     All arguments of the Trainer have their usual meaning. Checkpoints of other Trainers can be
     resumed too. The first save moves later checkpoints of an earlier run in the same folder to a
     subfolder `earlier-run-1`. Combine it with other Trainers by inheritance:
-    `class MyTrainer(SlimTrainer, Seq2SeqTrainer): ...`.
+    `class MyTrainer(Seq2SeqTrainer, SlimTrainer): ...`. For a checkpoint, `save_model` and `_save`
+    write everything but the weights to a temporary folder; files that a subclass adds are kept.
 
     Args:
         args: arguments of the Trainer.
@@ -114,6 +116,14 @@ class SlimTrainer(Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._run.save(self._get_output_dir(trial=trial))
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        if self._run.is_saving:
+            _save_without_weights(self, Path(output_dir or self.args.output_dir))
+        else:
+            super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -166,6 +176,7 @@ def _check_support(trainer: SlimTrainer) -> None:
     }
     for name in [name for name, is_used in unsupported.items() if is_used]:
         raise ConfigError(f"SlimTrainer does not support {name}; use the Trainer of transformers")
+    _check_overrides(type(trainer))
     if args.push_to_hub and args.hub_strategy != HubStrategy.END:
         strategy = args.hub_strategy.value
         raise ConfigError(
@@ -176,6 +187,25 @@ def _check_support(trainer: SlimTrainer) -> None:
             f"base={base!r} cannot be combined with save_total_limit=1: a difference needs another"
             " checkpoint"
         )
+
+
+def _check_overrides(cls: type) -> None:
+    """Raise `ConfigError` if other classes override methods that `SlimTrainer` would not call."""
+    position = cls.__mro__.index(SlimTrainer)
+    before, after = cls.__mro__[:position], cls.__mro__[position + 1 : cls.__mro__.index(Trainer)]
+    for other, name in itertools.product(after, ("_save", "_save_checkpoint")):
+        if name in vars(other):
+            raise ConfigError(
+                f"{other.__name__} overrides {name}: inherit from it first, as in"
+                f" class {cls.__name__}({other.__name__}, SlimTrainer)"
+            )
+    unused = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
+    for other, name in itertools.product((*before, *after), unused):
+        if name in vars(other):
+            raise ConfigError(
+                f"{other.__name__} overrides {name}, which SlimTrainer does not call; use"
+                " CheckpointSettings(extra={name: object}) for additional states"
+            )
 
 
 class SlimCheckpoints:
@@ -199,6 +229,10 @@ class _TrainerRun:
         self._stack: ExitStack | None = None
         """Set while the Trainer trains."""
         self._loop: Checkpointing | None = None
+        self.is_saving = False
+        """Whether the Trainer's `save_model` is called for a checkpoint."""
+        self._files: dict[str, bytes] = {}
+        """Files of the checkpoint that is saved, other than its state."""
         self._steps: set[int] = set()
         """Steps saved since training started."""
         self._resumed: tuple[str, dict[str, Any]] | None = None
@@ -219,13 +253,15 @@ class _TrainerRun:
         args, state = trainer.args, trainer.state
         self._ranks.states = _gather_rng(args.world_size)
         self._steps.add(state.global_step)
-        if args.save_strategy != SaveStrategy.NO and state.best_global_step:
-            self._record_best(folder, state.best_global_step)
+        run, name = Path(folder), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        with TemporaryDirectory() as temporary:
+            files = Path(temporary, name)  # subclasses may read the name
+            files.mkdir()
+            self._prepare_files(folder, files)
+            self._files = read_files(files)
         if not args.should_save:
             return
-        _update_callback_states(trainer)
-        run = Path(folder)
-        _remove_sentinel(run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        _remove_sentinel(run / name)
         if self._stack is None:  # a save outside of training
             self.start = state.global_step - 1
             with self._open(run) as loop:
@@ -289,6 +325,20 @@ class _TrainerRun:
         if args.world_size > 1:
             dist.barrier()  # all processes may load the best model
 
+    def _prepare_files(self, run: str, folder: Path) -> None:
+        """Write all files of a checkpoint but its state to a folder; called by all processes."""
+        trainer = self._trainer
+        self.is_saving = True
+        try:
+            trainer.save_model(str(folder), _internal_call=True)
+        finally:
+            self.is_saving = False
+        if trainer.args.save_strategy != SaveStrategy.NO and trainer.state.best_global_step:
+            self._record_best(run, trainer.state.best_global_step)
+        if trainer.args.should_save:
+            _update_callback_states(trainer)
+            trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
     def _record_best(self, folder: str, step: int) -> None:
         """Name the best checkpoint; one of an earlier run in this folder is about to be moved."""
         best, state = f"{folder.rstrip('/')}/{PREFIX_CHECKPOINT_DIR}-{step}", self._trainer.state
@@ -312,7 +362,7 @@ class _TrainerRun:
             trainer.lr_scheduler if is_whole else None,
             _find_scaler(trainer) if is_whole else None,
             extra={**settings.extra, **({_RANKS: self._ranks} if self._ranks.states else {})},
-            files=lambda: _make_files(trainer),
+            files=lambda: self._files,
         )
         options = CheckpointOptions(
             every=1,
@@ -380,19 +430,17 @@ def _remove_sentinel(path: Path) -> None:
     (path / _SENTINEL).unlink(missing_ok=True)
 
 
-def _make_files(trainer: SlimTrainer) -> dict[str, bytes]:
-    """Return the files of a checkpoint other than its state: config, tokenizer, Trainer state."""
+def _save_without_weights(trainer: SlimTrainer, folder: Path) -> None:
+    """Write what `Trainer._save` writes, but no weights and no pickle."""
+    if not trainer.args.should_save:
+        return
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        if isinstance(model, PreTrainedModel):
-            _save_config(model, folder)
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        trainer.state.save_to_json(folder / TRAINER_STATE_NAME)
-        (folder / TRAINING_ARGS).write_text(trainer.args.to_json_string() + "\n")
-        return read_files(folder)
+    if isinstance(model, PreTrainedModel):
+        _save_config(model, folder)
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / TRAINING_ARGS).write_text(trainer.args.to_json_string() + "\n")
 
 
 def _save_config(model: Any, folder: Path) -> None:
