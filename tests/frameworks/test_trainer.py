@@ -510,19 +510,14 @@ def test_the_gradient_scaler_is_restored(tmp_path):
 
 @pytest.mark.interop
 def test_two_processes_are_resumed_with_their_own_random_states(tmp_path):
-    def run(kind, folder, *words):
-        result = tmp_path / f"{kind}-{folder}.pt"
-        done = torchrun(2, kind, tmp_path / folder, result, *words, script=DDP, PYTHONPATH=PATH)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return torch.load(result, weights_only=True)
-
-    expected = run("native", "whole")
-    run("ours", "run", 7)
-    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-6"]
-    resumed = run("ours", "run", 0, "resume")
-    assert resumed["losses"] == {step: expected["losses"][step] for step in range(7, 10)}
-    assert_equal_weights(resumed["model"], expected["model"])
-    assert names(tmp_path / "run") == names(tmp_path / "whole")
+    done = torchrun(2, tmp_path, script=DDP, PYTHONPATH=PATH)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = torch.load(tmp_path / "results.pt", weights_only=True)
+    whole, interrupted, resumed = (results[name] for name in ("whole", "interrupted", "resumed"))
+    assert interrupted["names"] == ["checkpoint-3", "checkpoint-6"]
+    assert resumed["losses"] == {step: whole["losses"][step] for step in range(7, 10)}
+    assert_equal_weights(resumed["model"], whole["model"])
+    assert resumed["names"] == whole["names"]
 
 
 def test_transformers_alone_does_not_load_a_checkpoint(tmp_path):
@@ -656,13 +651,28 @@ def test_unsupported_options_are_refused_when_the_trainer_is_built(tmp_path):
     for options, message in [
         ({"base": "last"}, "base must be"),
         ({"keyframe_every": 0}, "keyframe_every"),
-        ({"base": "chain", "keyframe_every": 1000}, "from 1 to 200"),
+        ({"base": "chain", "keyframe_every": 1000}, "at most 200"),
         ({"profile": "history"}, "cannot resume"),
+        ({"threads": 0}, "threads must be a positive integer, got 0"),
+        ({"extra": {"count": 3}}, "'count' has no state_dict"),
+        ({"extra": {"model": torch.nn.Identity()}}, "'model' is a reserved key"),
+        ({"extra": {"rng_ranks": torch.nn.Identity()}}, "'rng_ranks' is a reserved key"),
     ]:
         with pytest.raises(ConfigError, match=message):
             CheckpointSettings(**options)
     with pytest.raises(ConfigError, match="use SlimTrainer instead of Trainer"):
         SlimCheckpoints(every=500)
+
+
+def test_a_difference_that_was_copied_alone_is_refused(tmp_path):
+    interrupt(SlimTrainer, tmp_path / "run", 7)
+    copy = shutil.copytree(tmp_path / "run" / "checkpoint-6", tmp_path / "copy" / "checkpoint-6")
+    with pytest.raises(MismatchError, match=r"a delta of checkpoint-3 .*; copy it there"):
+        train(SlimTrainer, tmp_path / "run", resume=str(copy))
+    shutil.copytree(tmp_path / "run" / "checkpoint-3", tmp_path / "copy" / "checkpoint-3")
+    resumed, _ = train(SlimTrainer, tmp_path / "new", resume=str(copy))
+    whole, _ = train(SlimTrainer, tmp_path / "whole")
+    assert_equal_weights(weights(resumed), weights(whole))
 
 
 def test_objects_of_the_user_are_saved_and_restored(tmp_path):

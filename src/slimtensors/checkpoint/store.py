@@ -450,7 +450,9 @@ class StoredState:
         folder = path or self.folder.parent / base.name
         delta = f"{self.folder} is a delta of {base.name} (id {base.id})"
         if not is_checkpoint(folder):
-            raise MismatchError(f"{delta}, which was not found at {folder}; pass base=")
+            raise MismatchError(
+                f"{delta}, which was not found at {folder}; copy it there, or pass base="
+            )
         if (have := read_manifest(folder).id) != base.id:
             raise MismatchError(f"{delta}, but the checkpoint at {folder} has id {have}")
         return StoredState(folder, deltas=[*deltas, self.folder])

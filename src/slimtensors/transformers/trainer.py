@@ -23,14 +23,18 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 
-from slimtensors.checkpoint import list_checkpoints, load_checkpoint, restore_checkpoint
-from slimtensors.checkpoint.documents import MAX_BASES
+from slimtensors.checkpoint import (
+    build_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    restore_checkpoint,
+)
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
 from slimtensors.checkpoint.loop_folder import RunIntegrity
 from slimtensors.checkpoint.manifest import is_checkpoint, read_manifest, read_metrics
 from slimtensors.checkpoint.profiles import Profile, find_profile
-from slimtensors.checkpoint.run import Retention, select_resumable
-from slimtensors.checkpoint.state import Stateful, capture_rng, restore_rng
+from slimtensors.checkpoint.run import Retention, check_base_options, select_resumable
+from slimtensors.checkpoint.state import Stateful, capture_rng, is_stateful, restore_rng
 from slimtensors.checkpoint.store import StoredState, flatten_in_place, read_files
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.folder.config_json import describe_checkpoint, update_config
@@ -67,9 +71,14 @@ class CheckpointSettings:
             raise ConfigError(
                 f"base must be 'auto', 'keyframe', 'chain' or None, got {self.base!r}"
             )
-        most = MAX_BASES if self.base == "chain" else self.keyframe_every
-        if type(self.keyframe_every) is not int or not 1 <= self.keyframe_every <= most:
-            raise ConfigError(f"keyframe_every must be an integer from 1 to {MAX_BASES}")
+        check_base_options("chain" if self.base == "chain" else "auto", self.keyframe_every)
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ConfigError(f"threads must be a positive integer, got {self.threads!r}")
+        for name in [name for name, part in self.extra.items() if not is_stateful(part)]:
+            raise ConfigError(f"extra: {name!r} has no state_dict and load_state_dict")
+        if _RANKS in self.extra:
+            raise ConfigError(f"extra: {_RANKS!r} is a reserved key; choose another name")
+        build_checkpoint(nn.Identity(), extra=dict.fromkeys(self.extra), rng_state=False)
         if find_profile(self.profile).is_model_only:
             raise ConfigError(f"cannot resume from profile {find_profile(self.profile).name!r}")
 
