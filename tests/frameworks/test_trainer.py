@@ -460,6 +460,15 @@ def test_a_model_from_a_checkpoint_is_saved_under_the_names_of_its_files(tmp_pat
     assert_equal_weights(saved["loaded"], saved["trained"])
 
 
+def test_a_native_checkpoint_whose_weights_the_trainer_misses_is_refused(tmp_path):
+    for kind in ("bert", "mixtral"):
+        options = {"make_model": lambda kind=kind: make_renamed(kind), "max_steps": 5}
+        interrupt(Trainer, tmp_path / kind, 4, **options)
+    train(SlimTrainer, tmp_path / "bert", resume=True, make_model=lambda: make_renamed("bert"))
+    with pytest.raises(MismatchError, match=r"did not find 3 weights .*mlp\.gate\.weight"):
+        train(SlimTrainer, tmp_path / "mixtral", resume=True, **options)
+
+
 def test_a_model_that_is_not_in_the_checkpoint_is_refused(tmp_path):
     interrupt(SlimTrainer, tmp_path, 4)
     with pytest.raises(MismatchError, match="mlp"):

@@ -7,7 +7,7 @@ which one is best.
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -141,6 +141,10 @@ class SlimTrainer(Trainer):
             self._run.load_model(Path(resume_from_checkpoint), model)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        _check_missing(self.model, load_result.missing_keys)
+        super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and is_checkpoint(Path(checkpoint)):
@@ -482,6 +486,21 @@ def _load(path: Path, threads: int | None) -> dict[str, Any]:
         intact = next((point for point in reversed(points) if integrity.is_intact(point)), None)
         advice = f"pass resume_from_checkpoint={str(intact.path)!r}" if intact else "none is intact"
         raise type(error)(f"{error}; {advice}") from error
+
+
+def _check_missing(model: nn.Module, missing: Collection[str]) -> None:
+    """Raise `MismatchError` if weights were not in a native checkpoint, unless they are tied."""
+    state = model.state_dict()
+    loaded = {x.data_ptr() for name, x in state.items() if name not in missing}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    names = [name for name in missing if name in state and name not in ignored]
+    lost = [name for name in names if state[name].data_ptr() not in loaded]
+    if lost:
+        raise MismatchError(
+            f"the Trainer did not find {len(lost)} weights in the checkpoint, among them {lost[0]},"
+            " and would train on from random ones; load it with from_pretrained instead, and train"
+            " without resume_from_checkpoint"
+        )
 
 
 def _is_delta(path: Path) -> bool:
