@@ -71,6 +71,8 @@ OPTIONS = {
     "bf16": {"bf16": True, "gradient_accumulation_steps": 2},
     "none": {"save_strategy": "no"},
 }
+MORE_OPTIONS = ("epoch", "limit", "greater", "none")
+"""Options that are similar to others, or part of other tests."""
 
 
 def weights(trainer):
@@ -93,8 +95,12 @@ def read_state(folder):
     return state
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_checkpoints_and_results_are_those_of_the_trainer(tmp_path, options):
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.long] * (kind in MORE_OPTIONS)) for kind in OPTIONS],
+)
+def test_checkpoints_and_results_are_those_of_the_trainer(tmp_path, kind):
+    options = OPTIONS[kind]
     native, expected = train(Trainer, tmp_path / "native", **options)
     ours, recorder = train(SlimTrainer, tmp_path / "ours", **options)
     assert recorder.losses == expected.losses
@@ -244,7 +250,9 @@ def test_early_stopping_continues_to_count(tmp_path):
     assert second.state.stateful_callbacks == native.state.stateful_callbacks
 
 
-@pytest.mark.parametrize("settings", [{"base": "chain"}, {"async_": True}])
+@pytest.mark.parametrize(
+    "settings", [{"base": "chain"}, pytest.param({"async_": True}, marks=pytest.mark.long)]
+)
 def test_training_again_sets_the_later_checkpoints_aside(tmp_path, settings):
     options = {"settings": CheckpointSettings(**settings)}
     train(SlimTrainer, tmp_path, **options)
@@ -278,7 +286,7 @@ def test_an_interrupted_run_without_a_save_leaves_the_old_one_resumable(tmp_path
     assert len(names(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("base", ["keyframe", "chain"])
+@pytest.mark.parametrize("base", [pytest.param("keyframe", marks=pytest.mark.long), "chain"])
 def test_rotation_never_removes_the_base_of_a_kept_difference(tmp_path, base):
     settings = CheckpointSettings(base=base, keyframe_every=3)
     trainer, _ = train(
@@ -376,8 +384,15 @@ class Notes(TrainerCallback):
         control.should_evaluate = control.should_save = True  # once more, with other metrics
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("when", "is_async"),
+    [
+        ("before", False),
+        ("after", True),
+        pytest.param("after", False, marks=pytest.mark.long),
+        pytest.param("before", True, marks=pytest.mark.long),
+    ],
+)
 def test_files_of_callbacks_stay_in_the_checkpoint(tmp_path, when, is_async):
     settings = CheckpointSettings(async_=is_async)
     trainer, _ = train(
