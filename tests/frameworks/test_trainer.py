@@ -286,7 +286,7 @@ def test_an_interrupted_run_without_a_save_leaves_the_old_one_resumable(tmp_path
     assert len(names(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("base", [pytest.param("keyframe", marks=pytest.mark.long), "chain"])
+@pytest.mark.parametrize("base", [pytest.param("auto", marks=pytest.mark.long), "chain"])
 def test_rotation_never_removes_the_base_of_a_kept_difference(tmp_path, base):
     settings = CheckpointSettings(base=base, keyframe_every=3)
     trainer, _ = train(
@@ -312,7 +312,7 @@ def test_rotation_never_removes_the_base_of_a_kept_difference(tmp_path, base):
 def test_the_last_limit_of_one_keeps_a_best_difference_of_an_earlier_run(tmp_path):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", **EVAL}
     options |= {"greater_is_better": True}
-    interrupt(SlimTrainer, tmp_path, 10, **options)
+    interrupt(SlimTrainer, tmp_path, 10, settings=CheckpointSettings(base="chain"), **options)
     best = max(list_checkpoints(tmp_path), key=lambda point: point.manifest.metrics["eval_loss"])
     trainer, _ = train(SlimTrainer, tmp_path, resume=True, save_total_limit=1, **options)
     assert names(tmp_path) == [best.name]
@@ -413,6 +413,14 @@ def test_files_of_callbacks_stay_in_the_checkpoint(tmp_path, when, is_async):
     train(SlimTrainer, tmp_path, resume=True, max_steps=7)
 
 
+def test_each_checkpoint_is_complete_by_default(tmp_path):
+    trainer, _ = train(SlimTrainer, tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoint-14", tmp_path / "elsewhere" / "checkpoint-14")
+    shutil.rmtree(tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "elsewhere" / "checkpoint-14")
+    assert_equal_weights(model.state_dict(), weights(trainer))
+
+
 def test_from_pretrained_loads_checkpoints(tmp_path):
     def tied():
         model = make_llama(tie_word_embeddings=True)
@@ -422,7 +430,8 @@ def test_from_pretrained_loads_checkpoints(tmp_path):
             copied.copy_(model.model.layers[0].mlp.up_proj.weight).requires_grad_(False)
         return model
 
-    trainer, _ = train(SlimTrainer, tmp_path, make_model=tied)
+    deltas = CheckpointSettings(base="auto")
+    trainer, _ = train(SlimTrainer, tmp_path, make_model=tied, settings=deltas)
     delta = next(point for point in list_checkpoints(tmp_path) if point.manifest.base)
     for path in (delta.path, tmp_path / "checkpoint-14"):
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -663,12 +672,8 @@ def test_training_continues_past_a_damaged_checkpoint(tmp_path):
 
 
 def test_unsupported_options_are_refused_when_the_trainer_is_built(tmp_path):
-    with pytest.raises(
-        ConfigError, match="base='keyframe' cannot be combined with save_total_limit=1"
-    ):
-        build(
-            SlimTrainer, tmp_path, save_total_limit=1, settings=CheckpointSettings(base="keyframe")
-        )
+    with pytest.raises(ConfigError, match="base='auto' cannot be combined with save_total_limit=1"):
+        build(SlimTrainer, tmp_path, save_total_limit=1, settings=CheckpointSettings(base="auto"))
     for options, message in [
         ({"base": "last"}, "base must be"),
         ({"keyframe_every": 0}, "keyframe_every"),
@@ -686,7 +691,7 @@ def test_unsupported_options_are_refused_when_the_trainer_is_built(tmp_path):
 
 
 def test_a_difference_that_was_copied_alone_is_refused(tmp_path):
-    interrupt(SlimTrainer, tmp_path / "run", 7)
+    interrupt(SlimTrainer, tmp_path / "run", 7, settings=CheckpointSettings(base="chain"))
     copy = shutil.copytree(tmp_path / "run" / "checkpoint-6", tmp_path / "copy" / "checkpoint-6")
     with pytest.raises(MismatchError, match=r"a delta of checkpoint-3 .*; copy it there"):
         train(SlimTrainer, tmp_path / "run", resume=str(copy))

@@ -52,10 +52,10 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 class CheckpointSettings:
     """How `SlimTrainer` stores checkpoints."""
 
-    base: str | None = "auto"
-    """`keyframe` stores differences from the last checkpoint that was saved in full, `chain` from
-    the previous checkpoint, None stores all in full. `auto` is `keyframe`, or None if
-    `save_total_limit` is set, because a difference needs one more checkpoint."""
+    base: str | None = None
+    """None saves each checkpoint in full, so that its folder can be copied and removed on its own.
+    `auto` stores differences from the last one that was saved in full, `chain` from the previous
+    one."""
     keyframe_every: int = 8
     """Save in full at least once in so many checkpoints."""
     profile: str | Profile = "exact"
@@ -67,11 +67,7 @@ class CheckpointSettings:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.base not in ("auto", "keyframe", "chain", None):
-            raise ConfigError(
-                f"base must be 'auto', 'keyframe', 'chain' or None, got {self.base!r}"
-            )
-        check_base_options("chain" if self.base == "chain" else "auto", self.keyframe_every)
+        check_base_options(self.base, self.keyframe_every)
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ConfigError(f"threads must be a positive integer, got {self.threads!r}")
         for name in [name for name, part in self.extra.items() if not is_stateful(part)]:
@@ -81,12 +77,6 @@ class CheckpointSettings:
         build_checkpoint(nn.Identity(), extra=dict.fromkeys(self.extra), rng_state=False)
         if find_profile(self.profile).is_model_only:
             raise ConfigError(f"cannot resume from profile {find_profile(self.profile).name!r}")
-
-    def choose_base(self, save_total_limit: int | None) -> str | None:
-        """Return the `base` of `checkpointing`."""
-        if self.base == "auto" and save_total_limit:
-            return None
-        return "auto" if self.base == "keyframe" else self.base
 
 
 class SlimTrainer(Trainer):
@@ -195,7 +185,7 @@ def _check_support(trainer: SlimTrainer) -> None:
         raise ConfigError(
             f"SlimTrainer does not support hub_strategy={strategy!r}; use hub_strategy='end'"
         )
-    if args.save_total_limit == 1 and base in ("keyframe", "chain"):
+    if args.save_total_limit == 1 and base is not None:
         raise ConfigError(
             f"base={base!r} cannot be combined with save_total_limit=1: a difference needs another"
             " checkpoint"
@@ -381,7 +371,7 @@ class _TrainerRun:
             every=1,
             retention=Retention(),
             keep_history=False,
-            base=settings.choose_base(trainer.args.save_total_limit),
+            base=settings.base,
             keyframe_every=settings.keyframe_every,
             profile=find_profile(settings.profile),
             is_async=settings.async_,

@@ -231,7 +231,8 @@ def _measure_length(trainer: DistillationTrainer) -> TrainingLength:
 
 def _fit(trainer: DistillationTrainer, masks: StageMasks, resume: ResumePoint | None) -> float:
     """Train, and return the loss."""
-    trainer.checkpoints = CheckpointSettings(async_=True, extra={_MASKS: masks})
+    base = None if trainer.args.save_total_limit else "auto"
+    trainer.checkpoints = CheckpointSettings(base, async_=True, extra={_MASKS: masks})
     callback = MaskCallback(masks)
     trainer.add_callback(callback)
     try:
