@@ -153,7 +153,7 @@ def describe_error(error: Exception) -> str:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message: the name closest to `name`, or all known names."""
-    names = sorted(known)
+    names = sorted(map(str, known))  # also members of a StrEnum
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 

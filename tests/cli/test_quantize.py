@@ -269,7 +269,10 @@ _W4 = {"num_bits": 4, "group_size": 32}
             {"targets": ["Linear", "re:.*dwn_proj"], "weights": _W4},
             "no layer matches re:.*dwn_proj",
         ),
-        ({"targets": ["Linear"], "weights": _W4, "format": "pack-quantised"}, "pack-quantized"),
+        (
+            {"targets": ["Linear"], "weights": _W4, "format": "pack-quantised"},
+            "did you mean 'pack-quantized'?",
+        ),
         (
             {"targets": ["Linear"], "weights": _W4, "format": "nvfp4-pack-quantized"},
             "does not fit its codes; use int-quantized",
@@ -282,7 +285,7 @@ def test_an_unsupported_config_is_refused(folders, tmp_path, capsys, group, mess
     assert run("compress", source, "--quantize", config, "-o", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert message in error
-    assert f"{source}: a: " in error
+    assert f"{source}: a: " in error or f"{config}: quantization_config: a: " in error
     assert not (tmp_path / "out").exists()
 
 

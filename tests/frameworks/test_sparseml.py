@@ -404,8 +404,6 @@ def test_the_other_auto_classes_of_sparseml_exist(tmp_path):
         SparseAutoModelForCausalLM.from_pretrained()
     with pytest.raises(ConfigError, match="SparseZoo is offline"):
         SparseAutoModelForCausalLM.from_pretrained("zoo:llama2-7b-pruned60")
-    with pytest.raises(TypeError, match="recipe"):
-        SparseAutoModelForCausalLM.from_pretrained(tmp_path, recipe="recipe.yaml")
 
 
 def test_a_model_with_few_zeros_is_compressed_losslessly(tmp_path):

@@ -261,7 +261,7 @@ def test_filter_gets_module_and_name():
     "config", [ours.int4_weight_only(group_size=64), ours.int8_dynamic_activation_int4_weight(64)]
 )
 def test_int4_leaves_weights_whose_columns_are_not_whole_groups(config, caplog):
-    """As torchao does, which logs it at a level that nobody sees."""
+    """As torchao does, which logs it below the default level."""
     model = make_model()
     quantize_(model, config)
     assert isinstance(model[0].weight, QuantizedTensor)

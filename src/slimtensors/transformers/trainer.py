@@ -57,7 +57,7 @@ class CheckpointSettings:
     `auto` stores differences from the last one that was saved in full, `chain` from the previous
     one."""
     keyframe_every: int = 8
-    """Save in full at least once in so many checkpoints."""
+    """One checkpoint in this number is saved in full."""
     profile: str | Profile = "exact"
     """Precision of weights and optimizer state, as for `save_checkpoint`."""
     async_: bool = False
