@@ -312,13 +312,21 @@ def test_rotation_never_removes_the_base_of_a_kept_difference(tmp_path, base):
 def test_the_last_limit_of_one_keeps_a_best_difference_of_an_earlier_run(tmp_path):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", **EVAL}
     options |= {"greater_is_better": True}
+    options |= {"make_model": make_tied}
     interrupt(SlimTrainer, tmp_path, 10, settings=CheckpointSettings(base="chain"), **options)
-    best = max(list_checkpoints(tmp_path), key=lambda point: point.manifest.metrics["eval_loss"])
+    best = list_checkpoints(tmp_path)[1]
+    assert best.manifest.base is not None
+    state = tmp_path / "checkpoint-9" / "trainer_state.json"
+    changed = {"best_metric": 100, "best_global_step": 6, "best_model_checkpoint": str(best.path)}
+    state.write_text(json.dumps(json.loads(state.read_text()) | changed))
     trainer, _ = train(SlimTrainer, tmp_path, resume=True, save_total_limit=1, **options)
     assert names(tmp_path) == [best.name]
     assert trainer.state.best_model_checkpoint == str(best.path)
     assert verify_run(tmp_path)
     assert_equal_weights(weights(trainer), load_checkpoint(best.path)["model"])
+    loaded, info = AutoModelForCausalLM.from_pretrained(best.path, output_loading_info=True)
+    assert not any(info.values())
+    assert_equal_weights(weights(trainer), loaded.state_dict())
 
 
 def test_the_last_limit_of_one_leaves_other_runs_alone(tmp_path):
@@ -421,17 +429,19 @@ def test_each_checkpoint_is_complete_by_default(tmp_path):
     assert_equal_weights(model.state_dict(), weights(trainer))
 
 
-def test_from_pretrained_loads_checkpoints(tmp_path):
-    def tied():
-        model = make_llama(tie_word_embeddings=True)
-        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)  # equal in all deltas
-        with torch.no_grad():
-            copied = model.model.layers[1].mlp.up_proj.weight
-            copied.copy_(model.model.layers[0].mlp.up_proj.weight).requires_grad_(False)
-        return model
+def make_tied():
+    """A model with tied weights, and with two frozen layers of the same bits."""
+    model = make_llama(tie_word_embeddings=True)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)  # equal in all deltas
+    with torch.no_grad():
+        copied = model.model.layers[1].mlp.up_proj.weight
+        copied.copy_(model.model.layers[0].mlp.up_proj.weight).requires_grad_(False)
+    return model
 
+
+def test_from_pretrained_loads_checkpoints(tmp_path):
     deltas = CheckpointSettings(base="auto")
-    trainer, _ = train(SlimTrainer, tmp_path, make_model=tied, settings=deltas)
+    trainer, _ = train(SlimTrainer, tmp_path, make_model=make_tied, settings=deltas)
     delta = next(point for point in list_checkpoints(tmp_path) if point.manifest.base)
     for path in (delta.path, tmp_path / "checkpoint-14"):
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)

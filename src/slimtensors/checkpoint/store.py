@@ -133,8 +133,12 @@ def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Sa
 
 
 def flatten_in_place(folder: Path, *, threads: int | None = None) -> Saved:
-    """Replace a checkpoint by a copy that needs no base; additional files in it stay."""
-    return _flatten(folder, folder, SaveOptions(threads=threads, merge=True))
+    """Replace a checkpoint by a copy that needs no base; additional files in it stay.
+
+    Every weight has an entry of its own, as loaders of the folder may need.
+    """
+    options = SaveOptions(threads=threads, merge=True, stores_all_weights=True)
+    return _flatten(folder, folder, options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -147,7 +151,7 @@ def _flatten(folder: Path, target: StrPath, options: "SaveOptions") -> Saved:
     stored = StoredState(folder)
     state = FlatState.of(stored.load_state(threads=options.threads))
     content = _Content(
-        _source_with_copies(state),
+        _source_with_copies(state, _find_separate(state, options)),
         profile=stored.manifest.profile,
         errors=stored.manifest.errors,
     )
@@ -235,7 +239,7 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
         raise ConfigError("lossy selects tensors to round, but the profile is exact; pass profile=")
     if profile.is_model_only:
         state = state.select_model()
-    separate = set(find_weights(state.tree).values()) if options.stores_all_weights else set()
+    separate = _find_separate(state, options)
     if options.quantize_i8:
         infos = describe_tensors(state.tensors, state.original)
         names = select_tensors(lossy or WEIGHT_MATRICES, infos)
@@ -247,6 +251,11 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
         base = _open_base(options.base, path) if options.base is not None else None
         content = _encode(state, profile, lossy, base, separate)
     return _write(state, path, content, options)
+
+
+def _find_separate(state: FlatState, options: SaveOptions) -> set[str]:
+    """Return the tensors that are stored even if they equal others."""
+    return set(find_weights(state.tree).values()) if options.stores_all_weights else set()
 
 
 def _source_with_copies(state: FlatState, separate: Collection[str] = ()) -> ArchiveSource:

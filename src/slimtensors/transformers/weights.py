@@ -16,7 +16,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.write import TensorSource
-from slimtensors.checkpoint.store import StoredState
+from slimtensors.checkpoint.store import STATE, StoredState
+from slimtensors.checkpoint.tensor_entry import SAME
 from slimtensors.codecs import Huffman
 from slimtensors.codecs.plan import Encoded, Plan
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
@@ -252,6 +253,12 @@ class CheckpointWeights:
         self.path = str(folder)
         self._stored = StoredState(folder)
         self._names = self._stored.find_weights()
+        for name in self._names.values():
+            if name not in self._stored.tied and self._stored.kind(name) in (SAME, "copy"):
+                raise MismatchError(
+                    f"{folder}: {name} has no entry of its own in {STATE}, which transformers"
+                    " needs; use load_checkpoint instead"
+                )
         self.owners = {name: key for key, name in self._names.items()}
         """Map from the entries of the file to the parameters of the model."""
 
