@@ -34,6 +34,12 @@ _IN_FLIGHT = 64 << 20
 """Bytes of tensors in flight at once; one tensor is always allowed."""
 
 
+def check_threads(threads: object) -> None:
+    """Raise `ConfigError` for an invalid option that `Workers` would refuse only later."""
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ConfigError(f"threads must be a positive integer, got {threads!r}")
+
+
 class Workers:
     """A thread pool for tensors and for the chunks of large tensors."""
 

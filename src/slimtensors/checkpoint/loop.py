@@ -451,14 +451,14 @@ class Checkpointing:
 
     def _check_newest(self, points: Sequence[Point]) -> None:
         """Raise `ConfigError` if there are intact checkpoints of later steps than `start`."""
-        for point in [] if self._options.sets_newer_aside else reversed(points):
-            if (point.manifest.step or 0) > self.start and self._folder.integrity.is_intact(point):
+        newer = [point for point in points if (point.manifest.step or 0) > self.start]
+        for point in reversed(newer):
+            if not self._options.sets_newer_aside and self._folder.integrity.is_intact(point):
                 raise ConfigError(
                     f"{self.run} contains {point.name}, but training resumes from step"
                     f" {self.start}; remove the newer checkpoint first"
                 )
-        older = [point for point in points if (point.manifest.step or 0) <= self.start]
-        self._folder.count_since_keyframe(older)
+        self._folder.count_since_keyframe([point for point in points if point not in newer])
 
     def _stop_thread(self, pool: ThreadPoolExecutor) -> None:
         pool.shutdown()

@@ -46,6 +46,7 @@ from slimtensors.checkpoint.store import (
     save_state,
 )
 from slimtensors.errors import ConfigError, MissingDependencyError
+from slimtensors.parallel import check_threads
 from slimtensors.storage import LocalLocation, RemoteLocation, StrPath, locate
 from slimtensors.storage.atomic import (
     commit_folder,
@@ -125,8 +126,7 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
                 f"Lightning cannot resume from profile {self._profile.name!r}; use another one with"
                 " ModelCheckpoint(save_weights_only=True)"
             )
-        if threads is not None and (type(threads) is not int or threads < 1):
-            raise ConfigError(f"threads must be a positive integer, got {threads!r}")
+        check_threads(threads)
         self._base, self._keyframe_every, self._threads = base, keyframe_every, threads
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()

@@ -38,6 +38,7 @@ from slimtensors.checkpoint.state import Stateful, capture_rng, is_stateful, res
 from slimtensors.checkpoint.store import StoredState, flatten_in_place, read_files
 from slimtensors.errors import ConfigError, FormatError, MismatchError
 from slimtensors.folder.config_json import describe_checkpoint, update_config
+from slimtensors.parallel import check_threads
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +69,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         check_base_options(self.base, self.keyframe_every)
-        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise ConfigError(f"threads must be a positive integer, got {self.threads!r}")
+        check_threads(self.threads)
         for name in [name for name, part in self.extra.items() if not is_stateful(part)]:
             raise ConfigError(f"extra: {name!r} has no state_dict and load_state_dict")
         if _RANKS in self.extra:
@@ -276,7 +276,8 @@ class _TrainerRun:
 
     def load_model(self, path: Path, model: nn.Module | None) -> None:
         """Read a checkpoint, and restore the model."""
-        restore_checkpoint(self._read(path), model or self._trainer.model, rng_state=False)
+        target = self._trainer.model if model is None else model
+        restore_checkpoint(self._read(path), target, rng_state=False)
 
     def load_optimizer(self, path: Path) -> None:
         """Restore optimizer, scheduler and the objects of `extra`."""
@@ -320,9 +321,8 @@ class _TrainerRun:
         if self._loop is not None:
             self._loop.wait()
         trainer, args = self._trainer, self._trainer.args
-        best = Path(trainer.state.best_model_checkpoint or "")
-        is_here = best.parent.resolve() == Path(trainer._get_output_dir(trainer._trial)).resolve()
-        if args.should_save and args.save_total_limit == 1 and is_here and _is_delta(best):
+        best = self._find_best(Path(trainer._get_output_dir(trainer._trial)))
+        if args.should_save and args.save_total_limit == 1 and best and _is_delta(best):
             # The Trainer removes all checkpoints but the best one, also its bases.
             flatten_in_place(best, threads=trainer.checkpoints.threads)
         if args.world_size > 1:
@@ -348,6 +348,11 @@ class _TrainerRun:
         is_known = step in self._steps or step <= self.start
         if step == state.global_step or (is_known and Path(best).is_dir()):
             state.best_model_checkpoint = best
+
+    def _find_best(self, run: Path) -> Path | None:
+        """Return the best checkpoint if it is in this folder; it may be in that of another run."""
+        best = Path(self._trainer.state.best_model_checkpoint or "")
+        return best if best.parent.resolve() == run.resolve() and best.name else None
 
     def _read(self, path: Path) -> dict[str, Any]:
         """Return the state of a checkpoint, which is read once while training starts."""
@@ -389,9 +394,8 @@ class _TrainerRun:
     def _save(self, loop: Checkpointing) -> None:
         state, limit = self._trainer.state, self._trainer.args.save_total_limit
         if limit is not None and limit > 0:
-            best = Path(state.best_model_checkpoint or "")
-            names = {best.name} if best.parent.resolve() == loop.run.resolve() else ()
-            loop.retention = Retention(last=limit, names=frozenset(names))
+            best = self._find_best(loop.run)
+            loop.retention = Retention(last=limit, names=frozenset([best.name] if best else ()))
         loop.step(state.global_step, epoch=int(state.epoch or 0), **_read_metrics(state))
 
 
@@ -440,7 +444,9 @@ def _save_without_weights(trainer: SlimTrainer, folder: Path) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if isinstance(model, PreTrainedModel):
         _save_config(model, folder)
-    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    tokenizer = trainer.processing_class
+    if tokenizer is None:
+        tokenizer = getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     (folder / TRAINING_ARGS).write_text(trainer.args.to_json_string() + "\n")
