@@ -1,4 +1,4 @@
-"""Operators on compressed weights: a table, the same in the docs, and torchao beside it."""
+"""Operators on compressed weights: the table of the docs, compared with torchao."""
 
 import copy
 import io
