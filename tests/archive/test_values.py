@@ -132,6 +132,8 @@ def same(a, b):
         return same(list(a.items()), list(b.items()))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, set | frozenset):  # equal sets may iterate in another order
+        return same(sorted(a, key=repr), sorted(b, key=repr))
     return a == b if isinstance(a, int) else repr(a) == repr(b)
 
 
