@@ -27,17 +27,25 @@ set(slim_sources
   quantize/quantize.cpp
   quantize/squares.cpp
   residual/difference.cpp
-  residual/grouping.cpp)
+  residual/grouping.cpp
+  trellis/matrix.cpp
+  trellis/model.cpp
+  trellis/quantize.cpp
+  trellis/side.cpp
+  trellis/trellis.cpp)
 set(slim_kernels_sources # for every instruction set
   bitmask/kernels.cpp
   core/counting_kernels.cpp
   core/planes_kernels.cpp
   huffman/kernels.cpp
   linear/kernels.cpp
-  quantize/kernels.cpp)
-set(slim_kernels_plain_sources ${slim_kernels_sources} bins/kernels_plain.cpp masks/density_kernels_plain.cpp)
+  quantize/kernels.cpp
+  trellis/quantize_kernels.cpp)
+set(slim_kernels_plain_sources ${slim_kernels_sources} bins/kernels_plain.cpp masks/density_kernels_plain.cpp
+  trellis/kernels_plain.cpp)
 set(slim_kernels_crc_sources core/crc32c_hardware.cpp)
-set(slim_kernels_avx2_sources ${slim_kernels_sources} bins/kernels_avx2.cpp masks/density_kernels_avx2.cpp)
+set(slim_kernels_avx2_sources ${slim_kernels_sources} bins/kernels_avx2.cpp masks/density_kernels_avx2.cpp
+  trellis/kernels_avx2.cpp)
 set(slim_kernels_avx512_sources linear/kernels.cpp)
 
 list(TRANSFORM slim_sources PREPEND ${slim_root}/)

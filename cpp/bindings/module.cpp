@@ -9,6 +9,7 @@
 #include "bindings/array.h"
 #include "bins/bins.h"
 #include "bitmask/bitmask.h"
+#include "core/check.h"
 #include "core/counting.h"
 #include "core/crc32c.h"
 #include "core/dispatch.h"
@@ -22,6 +23,8 @@
 #include "quantize/squares.h"
 #include "residual/difference.h"
 #include "residual/grouping.h"
+#include "trellis/matrix.h"
+#include "trellis/side.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -218,6 +221,83 @@ void bind_bins(nb::module_& m) {
         "rows"_a, "data"_a, "itemsize"_a, "first"_a, "model"_a, "items"_a, NoGil());
 }
 
+// The code of a torch dtype for weights.
+FloatType float_type(std::string_view name) {
+    if (name == "float32") return FloatType::f32;
+    if (name == "float16") return FloatType::f16;
+    if (name == "bfloat16") return FloatType::bf16;
+    throw std::invalid_argument("expected float32, float16 or bfloat16");
+}
+
+void bind_trellis(nb::module_& m) {
+    using trellis::Matrix;
+    m.attr("TRELLIS_STEPS_PER_OCTAVE") = trellis::step_unit;
+    nb::class_<trellis::Counts>(m, "TrellisCounts").def(nb::init<>());
+    m.def(
+        "trellis_fit",
+        [](const trellis::Counts& counts, const In& start, const Out& parameters) {
+            const trellis::Parameters found = trellis::fit(counts, trellis::read_parameters(start.bytes));
+            check(parameters.bytes.size() == trellis::parameter_bytes, "parameters have 8 bytes");
+            std::memcpy(parameters.bytes.data(), &found, trellis::parameter_bytes);
+        },
+        "counts"_a, "start"_a, "parameters"_a, NoGil());
+    m.def(
+        "trellis_pack",
+        [](const In& values) {
+            std::vector<std::int16_t> copy(values.bytes.size() / 2);
+            check(copy.size() * 2 == values.bytes.size(), "values have 2 bytes each");
+            if (!copy.empty()) std::memcpy(copy.data(), values.bytes.data(), values.bytes.size());
+            const std::vector<std::uint8_t> packed = trellis::pack_vector(copy);
+            return nb::bytes(packed.data(), packed.size());
+        },
+        "values"_a);
+    m.def(
+        "trellis_unpack",
+        [](const In& packed, const Out& values) {
+            std::vector<std::int16_t> copy(values.bytes.size() / 2);
+            const std::size_t used = trellis::unpack_vector(packed.bytes, copy);
+            if (!copy.empty()) std::memcpy(values.bytes.data(), copy.data(), copy.size() * 2);
+            return used;
+        },
+        "packed"_a, "values"_a);
+    nb::class_<Matrix>(m, "TrellisMatrix")
+        .def(
+            "__init__",
+            [](Matrix* self, const In& parameters, const In& row_steps, const In& column_steps,
+               const In& row_classes, const In& column_classes) {
+                new (self) Matrix(parameters.bytes, row_steps.bytes, column_steps.bytes, row_classes.bytes,
+                                  column_classes.bytes);
+            },
+            "parameters"_a, "row_steps"_a, "column_steps"_a, "row_classes"_a, "column_classes"_a)
+        .def("chunk_bound", &Matrix::chunk_bound, "rows"_a)
+        .def(
+            "quantize",
+            [](const Matrix& self, std::size_t first, const In& weights, const In& factor, const In& order,
+               float price_of_bit, bool keep_zeros, const Out& integers) {
+                self.quantize(first, weights.bytes, factor.bytes, order.bytes, price_of_bit, keep_zeros,
+                              integers.bytes);
+            },
+            "first"_a, "weights"_a, "factor"_a, "order"_a, "price_of_bit"_a, "keep_zeros"_a, "integers"_a,
+            NoGil())
+        .def(
+            "count",
+            [](const Matrix& self, std::size_t first, const In& integers, trellis::Counts& counts) {
+                self.count(first, integers.bytes, counts);
+            },
+            "first"_a, "integers"_a, "counts"_a, NoGil())
+        .def(
+            "encode",
+            [](const Matrix& self, std::size_t first, const In& integers, const Out& chunk) {
+                return self.encode(first, integers.bytes, chunk.bytes);
+            },
+            "first"_a, "integers"_a, "chunk"_a, NoGil())
+        .def(
+            "decode",
+            [](const Matrix& self, std::size_t first, const In& chunk, std::string_view dtype,
+               const Out& items) { self.decode(first, chunk.bytes, float_type(dtype), items.bytes); },
+            "first"_a, "chunk"_a, "dtype"_a, "items"_a, NoGil());
+}
+
 void bind_residual(nb::module_& m) {
     nb::enum_<residual::Order>(m, "Order")
         .value("INTEGERS", residual::Order::integers)
@@ -350,4 +430,5 @@ NB_MODULE(_core, m) {
     bind_bins(m);
     bind_residual(m);
     bind_quantize(m);
+    bind_trellis(m);
 }

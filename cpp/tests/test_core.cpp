@@ -23,6 +23,8 @@
 #include "quantize/squares.h"
 #include "residual/difference.h"
 #include "residual/grouping.h"
+#include "trellis/matrix.h"
+#include "trellis/side.h"
 
 using namespace slimtensors;
 
@@ -362,6 +364,42 @@ void test_quantize() {
         });
 }
 
+// Round, encode and decode a matrix; the columns do not fill whole vectors, and one weight needs an escape.
+void test_trellis() {
+    constexpr std::size_t rows = 50, columns = 75;
+    const auto list = [](std::size_t count, int least, unsigned range) {
+        Buffer values;
+        for (std::size_t i = 0; i < count; ++i)
+            append(values, static_cast<std::int16_t>(least + static_cast<int>(i * 7919 % range)));
+        return values;
+    };
+    const Buffer parameters{12, 24, 3, 0xfe, 0, 1, 0, 0};
+    const trellis::Matrix matrix(parameters, list(rows, -40, 20), list(columns, -8, 16), list(rows, 0, 12),
+                                 list(columns, 8, 10));
+    Buffer weights;
+    for (std::size_t i = 0; i < rows * columns; ++i)
+        append(weights, static_cast<float>(static_cast<int>(i * 2654435761u % 2001) - 1000) / 4000);
+    store(weights.data() + 400, 300.0f);
+    for (const FloatType type : {FloatType::f32, FloatType::f16, FloatType::bf16})
+        test("trellis/" + std::to_string(static_cast<int>(type)), [&] {
+            Buffer integers(weights.size());
+            matrix.quantize(0, weights, {}, {}, 0.37f, false, integers);
+            Buffer chunk(matrix.chunk_bound(rows));
+            chunk.resize(matrix.encode(0, integers, chunk));
+            Buffer items(rows * columns * (type == FloatType::f32 ? 4 : 2));
+            matrix.decode(0, chunk, type, items);
+            return join({integers, chunk, items});
+        });
+    test("trellis/list", [&] {
+        std::vector<std::int16_t> values;
+        for (std::size_t i = 0; i < 3000; ++i) values.push_back(static_cast<std::int16_t>(i * i % 97 - 50));
+        const Buffer packed = trellis::pack_vector(values);
+        std::vector<std::int16_t> again(values.size());
+        require(trellis::unpack_vector(packed, again) == packed.size() && again == values, "trellis/list");
+        return packed;
+    });
+}
+
 // Sums depend on the width of vectors, so products are compared with those in double precision.
 void test_linear() {
     constexpr std::size_t outputs = 5, row = 64, columns = 32, inputs = 3;
@@ -402,4 +440,5 @@ int main() {
     test_residual();
     test_quantize();
     test_linear();
+    test_trellis();
 }

@@ -152,6 +152,55 @@ BINS_CHUNK: int
 `rows` has two 32-bit numbers for each chunk: its size in bytes and its checksum.
 """
 
+class TrellisCounts:
+    """Numbers of occurrences of small integers, by class."""
+
+    def __init__(self) -> None: ...
+
+def trellis_fit(counts: TrellisCounts, start: Buffer, parameters: MutableBuffer) -> None:
+    """Write the parameters of the distribution with the fewest bits, searching from `start`."""
+
+def trellis_pack(values: Buffer) -> bytes:
+    """Return a short form of 16-bit integers that differ by less than 4096."""
+
+def trellis_unpack(packed: Buffer, values: MutableBuffer) -> int:
+    """Read as many integers as `values` has room for; return the number of bytes used."""
+
+class TrellisMatrix:
+    """Steps, classes and distribution of a matrix. `first` is the first row of a piece."""
+
+    def __init__(
+        self,
+        parameters: Buffer,
+        row_steps: Buffer,
+        column_steps: Buffer,
+        row_classes: Buffer,
+        column_classes: Buffer,
+    ) -> None: ...
+    def chunk_bound(self, rows: int) -> int:
+        """Return the size that `encode` requires for its output."""
+
+    def quantize(
+        self,
+        first: int,
+        weights: Buffer,
+        factor: Buffer,
+        order: Buffer,
+        price_of_bit: float,
+        keep_zeros: bool,
+        integers: MutableBuffer,
+    ) -> None:
+        """Choose 32-bit integers for 32-bit floats; `factor` and `order` may be empty."""
+
+    def count(self, first: int, integers: Buffer, counts: TrellisCounts) -> None:
+        """Add the integers of some rows to `counts`."""
+
+    def encode(self, first: int, integers: Buffer, chunk: MutableBuffer) -> int:
+        """Encode the integers of some rows and return the number of bytes written."""
+
+    def decode(self, first: int, chunk: Buffer, dtype: str, items: MutableBuffer) -> None:
+        """Decode some rows to items of a dtype: float32, float16 or bfloat16."""
+
 class ItemType:
     """Items of 1, 2, 4 or 8 bytes: floats with `exponent_bits`, or integers, which have none."""
 

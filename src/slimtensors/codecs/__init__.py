@@ -20,6 +20,7 @@ from slimtensors.codecs.protocol import (
     to_json,
 )
 from slimtensors.codecs.torch_quantized import TorchQuantized
+from slimtensors.codecs.trellis import Trellis
 
 __all__ = [
     "Bins",
@@ -36,6 +37,7 @@ __all__ = [
     "RandomAccess",
     "Sliceable",
     "TorchQuantized",
+    "Trellis",
     "find",
     "from_json",
     "names",

@@ -1,7 +1,7 @@
 """Codecs: the parts of a tensor to its items (docs/format.md#codecs)."""
 
 import numpy as np
-from independent.reader import bins, huffman, masks, quantized
+from independent.reader import bins, huffman, masks, quantized, trellis
 from independent.reader.tensor import ITEM_BYTES, Tensor, check, from_numbers
 
 _PAIRS = [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)]
@@ -23,6 +23,8 @@ def decode(codec, parts, dtype, shape):
             return huffman.decode(parts, dtype, shape, count)
         case "bins":
             return bins.decode(parts, dtype, shape, count)
+        case "trellis":
+            return trellis.decode(parts, dtype, shape, count)
         case "gaps":
             return masks.decode_gaps(parts, dtype, shape, count)
         case "density":
