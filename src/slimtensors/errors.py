@@ -22,7 +22,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from json import JSONDecodeError
 
@@ -156,6 +156,25 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(map(str, known))  # also members of a StrEnum
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+def shorten_list(names: Sequence[str], limit: int = 6) -> str:
+    """Return the first names of a list, and the number of the others."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def group_names(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return a short list of the names for each reason, from pairs of a name and a reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in pairs:
+        names.setdefault(reason, []).append(name)
+    return {reason: shorten_list(each) for reason, each in names.items()}
+
+
+def describe_problems(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return all problems, from pairs of a name and a problem: a line for each problem."""
+    return "\n".join(f"{names}: {problem}" for problem, names in group_names(pairs).items())
 
 
 def escape_text(text: str, *, keep: str = "") -> str:

@@ -275,11 +275,11 @@ def test_a_singular_hessian_falls_back_to_wanda():
     assert torch.equal(weight == 0, Unstructured().zeros(layer.matrix.abs(), 0.5))
 
 
-def test_layers_outside_of_the_blocks_are_pruned_by_magnitude():
+def test_layers_outside_of_the_blocks_use_their_inputs():
     model = llama()
     (report,) = prune_model(model, {"lm_head": 0.5}, method=Wanda(), calibration=batches())
-    assert report.method == "magnitude"
-    assert "outside" in report.notes[0]
+    assert report.method == "wanda"
+    assert not report.notes
 
 
 def test_targets_are_layers_modules_classes_weights_or_patterns():

@@ -25,7 +25,6 @@ from transformers import (
 
 from slimtensors import ModelCompressor
 from slimtensors.errors import ConfigError, CorruptFileError, MismatchError
-from slimtensors.layerwise.engine import evaluation_mode, find_blocks, record_calls
 from slimtensors.layerwise.gptq import rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
 from slimtensors.layerwise.inputs import Layer, collect_layers
@@ -302,7 +301,7 @@ def test_experts_are_rounded_individually(kind, symmetric):
     )
     experts = nn.Module()
     experts.down = nn.Parameter(torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(0)))
-    layer = Layer("experts.down", experts, Weight("down"), args)
+    layer = Layer("experts.down", experts, Weight("down", stacked=True), args)
     result, _ = quantize_layer(layer, RTN(), {})
     expected = find_params(experts.down.data, args)
     assert torch.equal(result.params.scale, expected.scale)
@@ -323,11 +322,12 @@ def test_a_stored_model_has_the_same_weights(dense, order, tmp_path):
         assert torch.equal(back[f"{name}.weight"], weight)
 
 
-def test_layers_outside_of_the_blocks_are_rounded_to_nearest_and_noted(dense):
+def test_layers_outside_of_the_blocks_are_calibrated_too(dense):
     _, report = quantize(dense, config(ignore=()))
-    head = next(layer for layer in report.layers if layer.name == "lm_head")
-    assert head.method == "rtn"
-    assert "outside of the repeated blocks" in head.notes[0]
+    assert report.layers[-1].name == "lm_head"
+    assert report.layers[-1].method == "gptq"
+    assert report.layers[-1].error < report.layers[-1].nearest_error
+    assert not report.notes
 
 
 def test_static_activations_are_calibrated_on_the_quantized_model(dense):
@@ -336,56 +336,6 @@ def test_static_activations_are_calibrated_on_the_quantized_model(dense):
     state = model.model.layers[0].mlp.down_proj.quantization
     assert state.status == "frozen"
     assert float(state.input_scale) > 0
-
-
-def test_running_the_blocks_matches_the_model(dense):
-    for model, name in ((dense, "model.layers"), (BertModel(BertConfig(**SMALL)), "encoder.layer")):
-        assert list(find_blocks(model)) == [f"{name}.{i}" for i in range(2)]
-    with evaluation_mode(dense):
-        stack = record_calls(dense, find_blocks(dense), tokens())
-        for name in stack.blocks:
-            stack.advance(name)
-        logits = torch.cat([dense.lm_head(dense.model.norm(hidden)) for hidden in stack.hidden])
-    torch.testing.assert_close(logits, outputs(dense, tokens()))
-
-
-class Shifting(nn.Module):
-    """A model that passes a shift to every other block, on long inputs only."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(ShiftingBlock() for _ in range(4))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x):
-        shift = torch.ones(8) if x.shape[1] > 4 else None
-        for i, block in enumerate(self.blocks):
-            x = block(x, shift=shift if i % 2 else None)
-        return self.head(x)
-
-
-class ShiftingBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, hidden_states, shift=None):
-        return self.layer(hidden_states if shift is None else hidden_states + shift)
-
-
-def test_the_whole_model_runs_only_if_block_calls_may_differ():
-    model = Shifting()
-    lengths = [3, 3, 6, 3, 6, 4]
-    batches = [torch.randn(2, length, 8) for length in lengths]
-    whole = []
-    model.head.register_forward_hook(lambda module, args, result: whole.append(result.shape[1]))
-    with evaluation_mode(model):
-        stack = record_calls(model, find_blocks(model), batches)
-        assert whole == [3, 6, 6, 4]  # calls differ between blocks for length 6 only
-        for name in stack.blocks:
-            stack.advance(name)
-        for batch, hidden in zip(batches, stack.hidden, strict=True):
-            assert same_results(model.head(hidden), model(batch))
 
 
 def test_training_mode_is_restored():
@@ -468,8 +418,6 @@ def test_invalid_input_raises(dense):
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.(up|down)_proj.*NaN"):
         quantize(broken, config())
-    with pytest.raises(ConfigError, match="no list of blocks of one class"):
-        quantize_model(nn.Sequential(nn.Linear(16, 16)), config(), calibration=[torch.ones(1, 16)])
 
 
 def test_a_singular_hessian_falls_back_to_rounding():

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+from tiny_models import llama, t5
 from torch.utils.data import DataLoader
+from transformers import T5Model
 
 from slimtensors.errors import ConfigError
 from slimtensors.recipe import Calibration
-from slimtensors.recipe.calibration import Data, extract_texts
+from slimtensors.recipe.calibration import Data, batches_for, extract_texts
+from slimtensors.transformers.data import Examples, calibration_batches
 
 TEXTS = [f"{'abcdefghij'[i] * 12} text number {i}" for i in range(10)]
 
@@ -121,6 +124,57 @@ def test_padding_of_rows_is_removed():
     assert "samples of 3 tokens, not 16: not enough data" in notes
 
 
+def test_a_decoder_runs_on_the_labels_of_a_table():
+    rows = [{"input_ids": [5, 6, 7], "labels": [8] * n, "id": n} for n in (1, 2, 2)]
+    settings = Calibration(samples=3)
+    found, notes = batches_for(t5(), rows, settings, tokenizer=None)
+    assert [{k: x.tolist() for k, x in batch.items()} for batch in found] == [
+        {"input_ids": [[5, 6, 7]], "labels": [[8]]},
+        {"input_ids": [[5, 6, 7]] * 2, "labels": [[8, 8]] * 2},
+    ]
+    assert "only input_ids and labels of the table are used, not id" in notes
+    found, notes = batches_for(llama(), rows, settings, tokenizer=None)
+    assert [[*batch] for batch in found] == [["input_ids"]]
+    assert "only input_ids of the table is used, not id, labels" in notes
+    examples = Examples([{"input_ids": [5, 6], "labels": [8]}] * 2)
+    assert calibration_batches(examples, t5(), None)[0]["labels"].tolist() == [[8], [8]]
+    assert [*calibration_batches(examples, llama(), None)[0]] == ["input_ids"]
+
+
+def test_a_decoder_without_data_runs_on_the_text_of_the_encoder():
+    model = t5()
+    model.config.decoder_start_token_id = 3
+    note = "no labels or decoder_input_ids: the decoder runs on the input_ids of the encoder"
+    ready = [{"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]])}]
+    for dataset in (ready, [[5, 6, 7], [8, 9, 10]]):
+        (found,), notes = batches_for(model, dataset, Calibration(samples=2), tokenizer=None)
+        assert found["labels"].tolist() == found["input_ids"].tolist() == [[5, 6, 7], [8, 9, 10]]
+        assert note in notes
+        base = T5Model(model.config)
+        (found,), notes = batches_for(base, dataset, Calibration(samples=2), tokenizer=None)
+        assert found["decoder_input_ids"].tolist() == [[3, 5, 6], [3, 8, 9]]
+        assert note in notes
+    complete = [ready[0] | {"labels": torch.tensor([[1], [2]])}]
+    assert batches_for(model, complete, Calibration(samples=2), tokenizer=None) == (complete, [])
+
+
+def test_images_and_sounds_of_a_table_are_stacked():
+    image = torch.arange(3 * 2 * 2).view(3, 2, 2).float()
+    for value in (image, image.numpy(), image.tolist()):
+        found, notes = batches([{"pixel_values": value, "label": 1}] * 4)
+        assert [batch["pixel_values"].shape for batch in found] == [(3, 3, 2, 2), (1, 3, 2, 2)]
+        assert found[1]["pixel_values"][0].equal(image)
+        assert notes == ["only pixel_values of the table is used, not label"]
+    sound = {"input_values": torch.ones(9), "input_ids": [4, 5, 0], "attention_mask": [1, 1, 0]}
+    found, notes = batches([sound] * 2, pack=False)
+    assert {name: x.shape for name, x in found[0].items()} == {
+        "input_ids": (2, 2),
+        "input_values": (2, 9),
+    }
+    loader = [{"pixel_values": image[None]}] * 4
+    assert batches(loader) == (loader, [])
+
+
 def test_batches_are_used_until_there_are_enough_samples():
     originals = [{"input_ids": torch.full((2, 7), i)} for i in range(5)]
     found, notes = batches(originals)
@@ -158,6 +212,9 @@ def test_less_data_than_requested_is_noted():
         ([{"label": 1}], "cannot choose a text column"),
         ({"input_ids": torch.ones(2, 3)}, "expected a list of batches, got one batch of input_ids"),
         ([{"input_ids": [[1, 2]]}], "a list of tokens"),
+        ([{"input_ids": "abc"}], "input_ids of a row must be numbers"),
+        ([{"input_ids": [1, 2]}, {"labels": [1]}], "a row has no input_ids"),
+        ([{"input_ids": [1, 2], "attention_mask": [1]}], r"a row has 2 .* of shape \[1\]"),
         ([torch.tensor(1)], "no tensor"),
         ([object()], "no tensor"),
     ],

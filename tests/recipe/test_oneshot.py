@@ -172,6 +172,41 @@ def test_constant_pruning_preserves_even_a_few_zeros():
     assert report[0].layers == ()
 
 
+class OwnLinear(nn.Module):
+    """A linear layer of another class than `nn.Linear`."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().clone())
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def test_linear_layers_of_other_classes_are_reported_as_unchanged():
+    model = llama(layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = OwnLinear(mlp.up_proj)
+    before = mlp.up_proj.weight.clone()
+    _, report = oneshot(model, [Wanda(0.5)], batches())
+    name = "model.layers.0.mlp.up_proj"
+    reasons = {layer.name: (layer.weights, layer.reason) for layer in report.unchanged}
+    assert reasons[name] == (64 * 32, "OwnLinear is not supported")
+    assert name in str(report)
+    assert torch.equal(mlp.up_proj.weight, before)
+
+
+def test_empty_layers_are_refused_before_any_work():
+    model = llama(layers=1)
+    up_proj = model.model.layers[0].mlp.up_proj
+    up_proj.weight = nn.Parameter(torch.empty(0, 32))
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ConfigError, match="up_proj: cannot prune an empty weight"):
+        oneshot(model, [Wanda(0.5)], batches())
+    assert not calls
+
+
 def test_a_pruned_model_is_saved_sparse_and_loads_unchanged(tmp_path):
     recipe = [SparseGPT(0.6)]
     model, report = oneshot(llama(), recipe, batches(), output_dir=tmp_path)
@@ -373,15 +408,19 @@ def test_mappings_select_the_norms_to_smooth():
             Wanda(0.5, targets="re:.*nothing"),
             r"Wanda: target 're:\.\*nothing' matches no prunable layer",
         ),
+        (Wanda(0.5, targets=["nothing", "none"]), r"'nothing' matches no .*\n.*'none' matches no"),
         (Quantize("W8A8", targets=["Nothing"]), "no layer of the model matches"),
         (SmoothQuant(), "must be followed by a quantizing modifier"),
         ([Quantize("W8A8"), GPTQ("W4A16")], "quantized only once"),
-        ([SmoothQuant(), AWQ(config_groups=GROUPS)], "use one of them"),
+        ([Wanda(0.5), SmoothQuant(), AWQ(config_groups=GROUPS)], "use one of them"),
         (GradualMagnitudePruning(), "requires training"),
         (Stage([Wanda()], "late", "train"), "late_stage: requires train"),
-        (SparseGPT(mask_structure="3:6"), "q_proj: 32 columns are not divisible into groups of 6"),
+        (
+            SparseGPT(mask_structure="3:6"),
+            "q_proj.*: 32 columns are not divisible into groups of 6",
+        ),
         ([Wanda(0.5), Wanda(0.6, mask_structure="16x3")], "does not divide into blocks"),
-        ([Wanda(0.5), GPTQ("W4A16")], "GPTQ: .*q_proj: 32 columns are not divisible"),
+        ([Wanda(0.5), GPTQ("W4A16")], "GPTQ: .*q_proj.*: 32 columns are not divisible"),
         ([Wanda(0.5), Quantize("W8A8", targets=["Nothing"])], "no layer of the model matches"),
         (
             AWQ(config_groups=GROUPS, mappings=[[["re:.*o_proj"], "re:.*v_proj"]]),
@@ -398,6 +437,25 @@ def test_impossible_recipes_raise_before_changing_the_model(recipe, message):
     with pytest.raises(ConfigError, match=message):
         oneshot(model, recipe, batches())
     assert same_weights(model, llama())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [
+        ([Wanda(0.5)], 1),
+        ([GPTQ(config_groups=GROUPS)], 1),
+        ([SparseGPT(0.5), Quantize(config_groups=GROUPS)], 2),
+    ],
+)
+def test_weights_that_are_not_finite_raise_before_the_model_runs(recipe, count):
+    model = llama()
+    names = [f"model.layers.{i}.mlp.{part}" for i, part in ((0, "up_proj"), (1, "down_proj"))]
+    for name in names:
+        model.get_submodule(name).weight.data[1, 2] = float("nan")
+    model.forward = None
+    with pytest.raises(ConfigError, match="NaN or infinity") as caught:
+        oneshot(model, recipe, batches())
+    assert str(caught.value).count(", ".join(names)) == count
 
 
 def test_missing_data_and_unsupported_models_raise(tmp_path):

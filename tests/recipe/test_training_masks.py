@@ -254,7 +254,9 @@ def test_structures_follow_the_inputs_of_transposed_layers():
     mask = rank_transposed({"x": scores}, 0.5)["x"]
     assert torch.equal(mask, rank_plain({"x": scores.T.contiguous()}, 0.5)["x"].T)
     stack = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(0))
-    experts = rank_per_layer(parse_structure("2:4"), {"x": Weight("up")})({"x": stack}, 0.5)["x"]
+    experts = rank_per_layer(parse_structure("2:4"), {"x": Weight("up", stacked=True)})(
+        {"x": stack}, 0.5
+    )["x"]
     assert torch.equal(experts[1], rank_plain({"x": stack[1]}, 0.5)["x"])
 
 

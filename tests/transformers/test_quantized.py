@@ -49,7 +49,10 @@ def dense(folder):
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the files that a model is saved as; reports of a command are not among them."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found.pop("quantization_report.json", None)
+    return found
 
 
 def dense_weights(model):

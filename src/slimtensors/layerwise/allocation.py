@@ -1,19 +1,16 @@
 """Select the layers to prune, and allocate a share of zeros to each."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError
-from slimtensors.layerwise.engine import (
-    evaluation_mode,
-    find_blocks,
-    group_by_block,
-    record_calls,
-)
+from slimtensors.errors import ConfigError, describe_problems
 from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
+from slimtensors.layerwise.passes import evaluation_mode
 from slimtensors.layerwise.structure import Structure
+from slimtensors.layerwise.walk import Walk, find_blocks, group_by_block
 from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.targets import matches_any, rank_target
 
@@ -33,13 +30,20 @@ def find_layers(
 ) -> dict[str, Layer]:
     """Return the layers to prune, by name: those that match a target and are not ignored.
 
-    Raise if a layer shares its weight with another, or if its shape does not fit the structure.
+    Raise if a layer is empty, shares its weight with another, or does not fit the structure.
     """
     layers = fitting_layers(model, targets, ignore)
-    _check_tied(model, layers)
-    if structure is not None:
-        for layer in layers.values():
-            _check_structure(layer, structure)
+    problems = list(_find_ties(model, layers))
+    for layer in layers.values():
+        if not layer.parameter.numel():
+            problems.append((layer.name, "cannot prune an empty weight; add the layer to ignore"))
+        try:
+            if structure is not None:
+                structure.check(*layer.matrix.shape[-2:])
+        except ConfigError as error:
+            problems.append((layer.name, str(error)))
+    if problems:
+        raise ConfigError(describe_problems(problems))
     return layers
 
 
@@ -52,15 +56,16 @@ def fitting_layers(
     that contains layers, it selects all linear layers in it. Raise if a target matches nothing.
     """
     layers = collect_layers(model)
-    selected: set[str] = set()
-    for target in targets:
-        matches = _match_target(model, layers, target)
-        if not matches:
-            raise ConfigError(
-                f"target {target!r} matches no prunable layer of the model;"
-                f" layer names look like {next(iter(layers), 'none')}"
+    matches = {target: _match_target(model, layers, target) for target in targets}
+    if unmatched := [target for target, names in matches.items() if not names]:
+        hint = f"layer names look like {next(iter(layers), 'none')}"
+        raise ConfigError(
+            "\n".join(
+                f"target {target!r} matches no prunable layer of the model; {hint}"
+                for target in unmatched
             )
-        selected |= matches
+        )
+    selected = set().union(*matches.values())
     ignored = set().union(*(_match_target(model, layers, target) for target in ignore))
     found = {name: layer for name, layer in layers.items() if name in selected - ignored}
     if not found:
@@ -97,22 +102,16 @@ def _linear_layers(layers: Mapping[str, Layer], *, within: str) -> set[str]:
     }
 
 
-def _check_structure(layer: Layer, structure: Structure) -> None:
-    try:
-        structure.check(*layer.matrix.shape[-2:])
-    except ConfigError as error:
-        raise ConfigError(f"{layer.name}: {error}") from error
-
-
-def _check_tied(model: nn.Module, layers: Mapping[str, Layer]) -> None:
+def _find_ties(model: nn.Module, layers: Mapping[str, Layer]) -> Iterator[tuple[str, str]]:
+    """Yield layers that share their weight with another, and the problem."""
     names: dict[int, list[str]] = {}
     for name, x in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(x), []).append(name)
     for layer in layers.values():
         if len(tied := names[id(layer.parameter)]) > 1:
-            raise ConfigError(
-                f"{layer.name}: tied weights cannot be pruned: {', '.join(tied)};"
-                " add the layer to ignore"
+            yield (
+                layer.name,
+                f"tied weights cannot be pruned: {', '.join(tied)}; add the layer to ignore",
             )
 
 
@@ -168,17 +167,19 @@ def by_outliers(
     An outlier is a weight whose product with its input's norm exceeds `times` the mean of its
     layer. Shares differ by at most twice `limit`; their mean over all weights is `share`.
     """
-    blocks = find_blocks(model)
-    groups = group_by_block(layers, blocks)
-    counts = dict.fromkeys(blocks, 0)
+    counts: dict[str, int] = {}
+    groups: dict[str, list[Layer]] = {}
     with evaluation_mode(model):
-        stack = record_calls(model, blocks, remove_padding(model, batches))
-        for block in blocks:
-            for inputs in stack.record_inputs(block, groups.get(block, [])):
-                norms = inputs.hessian.mean().diagonal().sqrt()
-                for name, i in inputs.readers:
-                    counts[block] += _count_outliers(layers[name].matrices[i], norms, times)
-            stack.advance(block)
+        walk = Walk.plan(model, layers, remove_padding(model, batches))
+        with closing(walk.iterate_units()) as units:
+            for unit in units:
+                groups[unit.name] = [layer for group in unit.groups for layer in group]
+                counts[unit.name] = 0
+                for inputs in unit.record_inputs(groups[unit.name]):
+                    norms = inputs.hessian.mean().diagonal().sqrt()
+                    for name, i in inputs.readers:
+                        outliers = _count_outliers(layers[name].matrices[i], norms, times)
+                        counts[unit.name] += outliers
     sizes = {
         block: sum(layer.parameter.numel() for layer in group) for block, group in groups.items()
     }

@@ -42,19 +42,15 @@ class Hessian:
         self.largest = torch.maximum(self.largest, largest)
         self.tokens += len(x)
 
-    def divide(self, scale: Tensor) -> None:
-        """Update the statistics as if all inputs had been divided by `scale [columns]`."""
-        self._sum /= scale
-        self._sum /= scale[:, None]
-        self.largest = self.largest / scale
-
     def mean(self) -> Tensor:
         """Return the matrix `[columns, columns]` in float32."""
         return self._sum / max(self.tokens, 1)
 
 
-HessianMap = dict[tuple[str, int], Hessian]
-"""Hessians by layer name and index of the matrix within the layer."""
+MatrixKey = tuple[str, int]
+"""Name of a layer, and index of a matrix within it."""
+
+HessianMap = dict[MatrixKey, Hessian]
 
 
 def output_error(error: Tensor, hessian: Tensor) -> float:

@@ -1,16 +1,22 @@
 """The layers of a model, and their inputs: recorded while the model runs, without padding."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.hessian import Hessian
+from slimtensors.layerwise.hessian import Hessian, MatrixKey
+from slimtensors.layerwise.products import (
+    TRANSPARENT,
+    find_address,
+    find_operands,
+    split_inputs,
+)
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.args import QuantizationArgs
 from slimtensors.quantization.layers import Weight, list_weights
@@ -21,15 +27,6 @@ Batch = Any
 
 MASK = "attention_mask"
 """Argument that is 0 for padding and 1 for tokens."""
-
-_PRODUCTS: dict[Callable[..., Any], int] = {
-    functional.linear: 0,
-    torch.addmm: 1,
-    torch.matmul: 0,
-    Tensor.matmul: 0,
-    Tensor.__matmul__: 0,
-}
-"""Matrix products, with the position of the input among the arguments; the weight is next."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,25 @@ class Layer:
     @property
     def matrices(self) -> list[Tensor]:
         """The single matrix, or the matrix of each expert."""
-        matrix = self.matrix
-        return [matrix] if matrix.dim() == 2 else list(matrix)
+        return list(self.matrix) if self.weight.stacked else [self.matrix]
+
+    @property
+    def count(self) -> int:
+        """Number of matrices: more than one for stacked experts."""
+        return len(self.parameter) if self.weight.stacked else 1
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Number of outputs and inputs of each matrix."""
+        shape = self.parameter.shape[1:] if self.weight.stacked else self.parameter.shape
+        rows, columns = shape[0], math.prod(shape[1:])
+        return (columns, rows) if self.weight.transposed else (rows, columns)
 
     @property
     def addresses(self) -> list[int]:
         """Memory address of each matrix."""
         data = self.parameter.data
-        matrices = [data] if self.weight.parameter == "weight" else list(data)
-        return [x.data_ptr() for x in matrices]
+        return [x.data_ptr() for x in (data if self.weight.stacked else [data])]
 
     def set_weight(self, matrix: Tensor, params: Params | None = None) -> None:
         """Replace the values of the weight; freezing will use `params` if given."""
@@ -90,34 +97,74 @@ def collect_layers(model: nn.Module, *, prefix: str = "") -> dict[str, Layer]:
     return layers
 
 
+class MatrixTable:
+    """The matrices of layers by memory address, to find the products that read them."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+        self._keys = {
+            address: (layer.name, i)
+            for layer in self._layers.values()
+            for i, address in enumerate(layer.addresses)
+        }
+
+    def find_products(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[tuple[MatrixKey, Tensor]]:
+        """Return the matrices that a call multiplies, each with its inputs `[..., columns]`."""
+        for weight, get_inputs in find_operands(function, args, kwargs):
+            if (key := self._keys.get(find_address(weight))) is None:
+                continue
+            name, i = key
+            layer = self._layers[name]
+            shape = (layer.count - i, *layer.matrix_shape)
+            if (inputs := split_inputs(get_inputs(), weight, shape)) is not None:
+                return [((name, i + j), x) for j, x in enumerate(inputs)]
+        return []
+
+    def find_weights(self, tensors: Iterable[Tensor]) -> set[str]:
+        """Return the names of the layers whose weight is among the tensors, or viewed by one."""
+        keys = [self._keys.get(find_address(x)) for x in tensors]
+        return {key[0] for key in keys if key is not None}
+
+
 @dataclass
 class SharedInputs:
     """Statistics of inputs that one or more matrices read, the same tensors in every batch."""
 
     hessian: Hessian
-    readers: list[tuple[str, int]] = field(default_factory=list)
+    readers: list[MatrixKey] = field(default_factory=list)
     """Layer name and matrix index of each reader, in the order of use."""
     source: str | None = None
     """Name of the norm that outputs these tensors, if any."""
 
 
+class InputsComplete(BaseException):
+    """Stops a forward pass once all requested inputs are recorded."""
+
+
 class InputRecorder(TorchFunctionMode):
     """Collects the Hessians of layers while active, by observing products with their weights.
 
-    Unlike module hooks, this also sees the matrices of fused experts.
+    Unlike module hooks, this also sees the matrices of fused experts. With `once`, it raises
+    `InputsComplete` as soon as each layer was seen once in a batch. With `share`, layers that read
+    the same tensor first are assumed to share all their inputs.
     """
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
+    def __init__(self, layers: Iterable[Layer], *, once: bool = False, share: bool = True) -> None:
         super().__init__()
-        self._matrices = {
-            address: (layer.name, i)
-            for layer in layers
-            for i, address in enumerate(layer.addresses)
-        }
-        self._inputs: dict[tuple[str, int], SharedInputs] = {}
+        self._share = share
+        layers = list(layers)
+        self._matrices = MatrixTable(layers)
+        self._names = {layer.name for layer in layers} if once else set()
+        self._missing = {*self._names}
+        self._inputs: dict[MatrixKey, SharedInputs] = {}
         self._tensors: list[tuple[Tensor, SharedInputs]] = []
         self._norm_outputs: list[tuple[Tensor, str]] = []
+        self._seen: set[MatrixKey] = set()
         self._is_first_batch = True
+        self.repeated: set[str] = set()
+        """Layers that were used more than once in a batch."""
 
     def inputs(self) -> list[SharedInputs]:
         """Return the recorded inputs, each once even if several layers share it."""
@@ -127,6 +174,8 @@ class InputRecorder(TorchFunctionMode):
         """Drop references to the tensors of a batch; sharing is detected in the first one."""
         self._tensors.clear()
         self._norm_outputs.clear()
+        self._missing = {*self._names}
+        self._seen.clear()
         self._is_first_batch = False
 
     def norm_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -145,14 +194,21 @@ class InputRecorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Record products, and call the function unchanged."""
-        position = _PRODUCTS.get(func)
-        if position is not None and len(args) > position + 1:
-            self._record(args[position], args[position + 1])
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in TRANSPARENT:
+            with self:
+                return TRANSPARENT[func](*args, **kwargs)
+        for key, x in self._matrices.find_products(func, args, kwargs):
+            self._record(key, x)
+            self._missing.discard(key[0])
+            if self._names and not self._missing:
+                raise InputsComplete
+        return func(*args, **kwargs)
 
-    def _record(self, x: Tensor, weight: Tensor) -> None:
-        if (key := self._matrices.get(weight.data_ptr())) is None:
-            return
+    def _record(self, key: MatrixKey, x: Tensor) -> None:
+        if key in self._seen:
+            self.repeated.add(key[0])
+        self._seen.add(key)
         if key not in self._inputs:
             self._inputs[key] = self._find_shared(x) or self._add(x)
             self._inputs[key].readers.append(key)
@@ -165,7 +221,7 @@ class InputRecorder(TorchFunctionMode):
             raise ConfigError(f"{key[0]}: {error}") from error
 
     def _find_shared(self, x: Tensor) -> SharedInputs | None:
-        if not self._is_first_batch:
+        if not self._share or not self._is_first_batch:
             return None
         return next((inputs for tensor, inputs in self._tensors if tensor is x), None)
 

@@ -1,28 +1,24 @@
 """Prune a model layer by layer."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError, SingularError, SlimError, StatusError
-from slimtensors.layerwise.engine import (
-    BlockStack,
-    Progress,
-    Tensors,
-    evaluation_mode,
-    rewrite_layers,
-)
+from slimtensors.layerwise.engine import Progress, Tensors, rewrite_layers
 from slimtensors.layerwise.gptq import Grid, group_width
 from slimtensors.layerwise.hessian import Hessian, HessianMap, NoteCallback
 from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
+from slimtensors.layerwise.passes import evaluation_mode
 from slimtensors.layerwise.report import LayerReport, MatrixReport, OutputChange, combine_matrices
 from slimtensors.layerwise.resume import WorkFolder, compute_digests
 from slimtensors.layerwise.sparsegpt import sparsegpt
 from slimtensors.layerwise.structure import Structure, Unstructured
+from slimtensors.layerwise.walk import Unit
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.state import get_quantization
 from slimtensors.storage import StrPath
@@ -175,20 +171,17 @@ class _Pruner:
     shares: Mapping[str, float]
     changes_blocks: ClassVar[bool] = False
 
-    def prepare_block(
-        self, stack: BlockStack, block: str, layers: Sequence[Layer]
-    ) -> tuple[HessianMap, Tensors]:
-        return stack.compute_hessians(block, layers), {}
+    def prepare_block(self, unit: Unit) -> Tensors:
+        return {}
 
-    def compute(self, layer: Layer, hessians: HessianMap | None) -> tuple[Tensors, LayerReport]:
+    def compute(
+        self, layer: Layer, hessians: HessianMap, missing: str | None
+    ) -> tuple[Tensors, LayerReport]:
+        method = self.method if missing is None else Magnitude()
         share = self.shares[layer.name]
-        if hessians is not None:
-            weight, report = prune_layer(layer, self.method, hessians, share, self.structure)
-        else:
-            weight, report = prune_layer(layer, Magnitude(), {}, share, self.structure)
-            if self.method.name != Magnitude.name:
-                note = "outside of the repeated blocks: pruned by magnitude"
-                report = replace(report, notes=(note, *report.notes))
+        weight, report = prune_layer(layer, method, hessians, share, self.structure)
+        if missing is not None and self.method.name != Magnitude.name:
+            report = report.without_inputs(missing, "pruned by magnitude")
         return {"weight": weight}, report
 
     def apply(self, layer: Layer, tensors: Tensors) -> None:

@@ -9,29 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from slimtensors.errors import ConfigError, SingularError, SlimError, suggest
-from slimtensors.layerwise.engine import (
-    BlockStack,
-    Progress,
-    Tensors,
-    evaluation_mode,
-    find_blocks,
-    group_by_block,
-    map_hessians,
-    rewrite_layers,
-    run_model,
-)
+from slimtensors.layerwise.engine import Progress, Tensors, rewrite_layers
 from slimtensors.layerwise.gptq import Rounded, gptq, rtn
 from slimtensors.layerwise.hessian import Hessian, HessianMap, NoteCallback
 from slimtensors.layerwise.inputs import Batch, Layer, collect_layers, remove_padding
+from slimtensors.layerwise.passes import evaluation_mode, run_model
 from slimtensors.layerwise.report import (
     LayerReport,
     MatrixReport,
     ModelReport,
     OutputChange,
     combine_matrices,
+    summarize_missing_inputs,
 )
 from slimtensors.layerwise.resume import WorkFolder, compute_digests
-from slimtensors.layerwise.smoothing import Smoothing, find_norms, smooth_block
+from slimtensors.layerwise.smoothing import Smoothing, smooth_block
+from slimtensors.layerwise.walk import Unit, find_blocks, group_by_block
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.apply import apply_quantization_config, freeze_module_quantization
 from slimtensors.quantization.args import QuantizationArgs
@@ -138,8 +131,8 @@ def quantize_model(
         options = (algorithm, smoothing)
         work = WorkFolder(folder, compute_digests(model, layers.values(), batches, options))
     quantizer = _Quantizer(algorithm, smoothing)
-    if needs_inputs and not group_by_block(layers, find_blocks(model)):
-        quantizer.notes.append("no layer to quantize is inside the repeated blocks of the model")
+    if smoothing is not None and not group_by_block(layers, find_blocks(model)):
+        quantizer.notes.append("nothing was smoothed: no layer to quantize is inside of a block")
     with evaluation_mode(model):
         reports = rewrite_layers(
             model,
@@ -150,8 +143,9 @@ def quantize_model(
             progress=progress,
         )
         _freeze(model, config, batches)
-    notes = (*applied.notes, *quantizer.notes)
-    return ModelReport(tuple(reports.values()), quantizer.results, notes)
+    results = tuple(reports.values())
+    notes = (*applied.notes, *quantizer.notes, *summarize_missing_inputs(results))
+    return ModelReport(results, quantizer.results, notes)
 
 
 def _find_method(method: str | QuantizationMethod) -> QuantizationMethod:
@@ -185,27 +179,20 @@ class _Quantizer:
     def changes_blocks(self) -> bool:
         return self.smoothing is not None
 
-    def prepare_block(
-        self, stack: BlockStack, block: str, layers: Sequence[Layer]
-    ) -> tuple[HessianMap, Tensors]:
+    def prepare_block(self, unit: Unit) -> Tensors:
         if self.smoothing is None:
-            return stack.compute_hessians(block, layers), {}
-        module = stack.blocks[block]
-        # Smoothing rescales all readers of a norm, including layers that are not quantized.
-        readers = collect_layers(module, prefix=block).values()
-        inputs = stack.record_inputs(block, readers, find_norms(module, prefix=block))
-        changed, notes = smooth_block(stack, block, inputs, self.smoothing)
+            return {}
+        changed, notes = smooth_block(unit, self.smoothing)
         self.notes += notes
-        return map_hessians(inputs), changed
+        return changed
 
-    def compute(self, layer: Layer, hessians: HessianMap | None) -> tuple[Tensors, LayerReport]:
-        if hessians is not None:
-            result, report = quantize_layer(layer, self.method, hessians)
-        else:
-            result, report = quantize_layer(layer, RTN(), {})
-            if self.method.name != RTN.name:
-                note = "outside of the repeated blocks: rounded to nearest"
-                report = replace(report, notes=(note, *report.notes))
+    def compute(
+        self, layer: Layer, hessians: HessianMap, missing: str | None
+    ) -> tuple[Tensors, LayerReport]:
+        method = self.method if missing is None else RTN()
+        result, report = quantize_layer(layer, method, hessians)
+        if missing is not None and self.method.name != RTN.name:
+            report = report.without_inputs(missing, "rounded to nearest")
         params = {key: getattr(result.params, key) for key in _PARAMS}
         tensors = {key: x for key, x in params.items() if x is not None}
         return {"weight": result.weight, **tensors}, report

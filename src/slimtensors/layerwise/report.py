@@ -2,16 +2,20 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from slimtensors.errors import shorten_list
 from slimtensors.layerwise.gptq import Rounded
 from slimtensors.tensor import Json, ceil_div
 
 _SAMPLED_ROWS = 128
 """Rows of a weight that are compared at most."""
+
+_LISTED_NAMES = 3
+"""Names of layers that a summary lists at most."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class LayerReport:
     seconds: float = field(default=0.0, compare=False)
     notes: tuple[str, ...] = ()
     """Deviations from the request, and fallbacks that were used."""
+    missing_inputs: str | None = None
+    """Why the requested method could not be used for lack of inputs; None if it was used."""
+
+    def without_inputs(self, reason: str, fallback: str) -> "LayerReport":
+        """Return the report of a layer whose inputs were not recorded."""
+        notes = (f"{reason}: {fallback}", *self.notes)
+        return replace(self, missing_inputs=reason, notes=notes)
 
     def to_json(self) -> Json:
         """Return the JSON form."""
@@ -42,6 +53,19 @@ class LayerReport:
     def from_json(cls, data: Json) -> "LayerReport":
         """Read the JSON form."""
         return cls(**data | {"notes": tuple(data["notes"])})
+
+
+def summarize_missing_inputs(layers: Sequence[LayerReport]) -> list[str]:
+    """Return a sentence for each reason why layers were rewritten without their inputs."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.missing_inputs is not None:
+            names.setdefault(layer.missing_inputs, []).append(layer.name)
+    return [
+        f"{len(found)} of {len(layers)} layers have no recorded inputs: {reason}"
+        f" ({shorten_list(found, _LISTED_NAMES)})"
+        for reason, found in names.items()
+    ]
 
 
 @dataclass(frozen=True)

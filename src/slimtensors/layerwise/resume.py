@@ -31,7 +31,7 @@ from slimtensors.storage import (
 from slimtensors.tensor import Json, Spec, as_bytes, to_cpu, view_as
 
 INDEX_FILE = "quantization.json"
-_VERSION = 1
+_VERSION = 2
 _CHECKSUMS = "crc32c"
 
 
@@ -70,6 +70,10 @@ class WorkFolder:
     def has(self, name: str) -> bool:
         """Return True if the layer or block is finished."""
         return name in self._state["finished"]
+
+    def list_finished(self) -> list[str]:
+        """Return the names of the finished layers and blocks, in their order."""
+        return list(self._state["finished"])
 
     def load(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a finished layer or block."""

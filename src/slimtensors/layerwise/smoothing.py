@@ -4,17 +4,18 @@ A norm and the layers that read it compute the same as before, up to rounding, i
 is divided by a scale and the columns of the layers are multiplied by it. Zeros stay zeros.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from slimtensors.layerwise.engine import BlockStack
 from slimtensors.layerwise.gptq import rtn
 from slimtensors.layerwise.hessian import Hessian, output_error
-from slimtensors.layerwise.inputs import Layer, SharedInputs, collect_layers
+from slimtensors.layerwise.inputs import Layer, collect_layers
+from slimtensors.layerwise.survey import iterate_tensors
+from slimtensors.layerwise.walk import Unit
 from slimtensors.tensor import ceil_div
 
 _SAMPLED_ROWS = 256
@@ -82,20 +83,20 @@ def find_norms(module: nn.Module, *, prefix: str = "") -> dict[str, nn.Module]:
     }
 
 
-def smooth_block(
-    stack: BlockStack, block: str, inputs: Iterable[SharedInputs], smoothing: Smoothing
-) -> tuple[dict[str, Tensor], list[str]]:
+def smooth_block(unit: Unit, smoothing: Smoothing) -> tuple[dict[str, Tensor], list[str]]:
     """Smooth the norms that quantized layers read; return the changed parameters, and notes.
 
     The block runs before and after. If its outputs differ, because something else reads the norm
-    too, the norm is left unchanged and a note is added. Hessians are updated for the new inputs.
+    too, the norm is left unchanged and a note is added.
     """
-    module = stack.blocks[block]
+    module, block = unit.module, unit.name
+    assert module is not None, "only blocks are smoothed"
     layers, norms = collect_layers(module, prefix=block), find_norms(module, prefix=block)
     names = {id(p): name for name, p in module.named_parameters(prefix=block)}
     changed: dict[str, Tensor] = {}
     notes: list[str] = []
-    for each in inputs:
+    # Smoothing rescales all readers of a norm, including layers that are not quantized.
+    for each in unit.record_inputs(layers.values(), norms):
         readers = [layers[name] for name, _ in each.readers]
         if each.source is None or not any(layer.args for layer in readers):
             continue
@@ -103,8 +104,7 @@ def smooth_block(
             continue
         norm = norms[each.source]
         scale = smoothing.scale(each.hessian, readers)
-        if _move_scale(stack, block, norm, readers, scale):
-            each.hessian.divide(scale)
+        if _move_scale(unit, norm, readers, scale):
             changed |= {names[id(p)]: p.data for p in _parameters(norm, readers)}
         else:
             reader_names = ", ".join(name for name, _ in each.readers)
@@ -114,20 +114,18 @@ def smooth_block(
     return changed, notes
 
 
-def _move_scale(
-    stack: BlockStack, block: str, norm: nn.Module, readers: Sequence[Layer], scale: Tensor
-) -> bool:
+def _move_scale(unit: Unit, norm: nn.Module, readers: Sequence[Layer], scale: Tensor) -> bool:
     """Move a scale from a norm to its readers; undo it and return False if outputs differ."""
     parameters = _parameters(norm, readers)
     originals = [p.data.clone() for p in parameters]
-    expected = _first_output(stack, block)
+    expected = _first_output(unit)
     # Relative tolerance of squares; weights of less precision are rounded once more.
     tolerance = 1e-8 if expected.dtype is torch.float32 else 1e-3
     for offset in _OFFSETS:
         _divide_norm(norm, scale, offset=offset)
         for layer in readers:
             layer.set_weight(layer.matrix.float() * scale)
-        error = (_first_output(stack, block) - expected).float().square().sum()
+        error = (_first_output(unit) - expected).float().square().sum()
         if error <= tolerance * expected.float().square().sum():
             return True
         for parameter, original in zip(parameters, originals, strict=True):
@@ -139,8 +137,10 @@ def _parameters(norm: nn.Module, readers: Sequence[Layer]) -> list[nn.Parameter]
     return [*norm.parameters(recurse=False), *(layer.parameter for layer in readers)]
 
 
-def _first_output(stack: BlockStack, block: str) -> Tensor:
-    return next(stack.run(block))
+def _first_output(unit: Unit) -> Tensor:
+    result = next(unit.run())
+    first: Tensor = result if isinstance(result, Tensor) else next(iterate_tensors(result))
+    return first
 
 
 def _divide_norm(norm: nn.Module, scale: Tensor, *, offset: float) -> None:

@@ -112,10 +112,18 @@ class QuantizationConfig(PydanticMethods):
 
     @classmethod
     def preset(
-        cls, name: str, *, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = ()
+        cls,
+        name: str,
+        *,
+        targets: Sequence[str] = ("Linear",),
+        ignore: Sequence[str] = (),
+        group_size: int | None = None,
     ) -> Self:
-        """Return a config with one group of a named scheme such as `W4A16`."""
-        scheme = QuantizationScheme.preset(name, targets)
+        """Return a config with one group of a named scheme such as `W4A16`.
+
+        `group_size` replaces the group size of the scheme; -1 is one scale per channel.
+        """
+        scheme = QuantizationScheme.preset(name, targets, group_size=group_size)
         return cls({"group_0": scheme}, ignore=list(ignore))
 
     @classmethod

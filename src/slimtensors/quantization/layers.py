@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,12 @@ def find_layer_name(name: str, spec: Spec) -> str | None:
 def is_linear_name(layer: str) -> bool:
     """Return True if the name of a layer is not one of an embedding or a router."""
     parts = layer.split(".")
-    return not any(map(_EMBEDDING.search, parts)) and not _ROUTER.match(parts[-1])
+    return not any(map(_EMBEDDING.search, parts)) and not is_router_name(layer)
+
+
+def is_router_name(layer: str) -> bool:
+    """Return True if the name of a layer, or of a module around it, is that of a router."""
+    return any(map(_ROUTER.match, layer.split(".")))
 
 
 def is_expert_stack(name: str, spec: Spec) -> bool:
@@ -55,12 +61,14 @@ class Weight:
     parameter: str
     transposed: bool = False
     """Whether its shape is `[inputs, outputs]`."""
+    stacked: bool = False
+    """Whether its first dimension is that of experts."""
 
     def to_matrix(self, x: Tensor) -> Tensor:
         """Return the parameter as a matrix `[outputs, inputs]`, or a stack of matrices."""
         if self.transposed:
             return x.transpose(-1, -2).contiguous()
-        return x.flatten(1) if self.parameter == "weight" else x
+        return x if self.stacked else x.flatten(1)
 
     def from_matrix(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         """Return a matrix `[outputs, inputs]` in the layout and shape of the parameter."""
@@ -71,13 +79,13 @@ def list_weights(module: nn.Module) -> tuple[Weight, ...]:
     """Return the weights of a layer; empty if its class cannot be quantized."""
     if isinstance(module, _LAYER_CLASSES):
         return (Weight("weight"),)
-    if _is_conv1d(module):
+    if is_conv1d(module):
         return (Weight("weight", transposed=True),)
     if not has_stacked_experts(module):
         return ()
-    transposed = bool(getattr(module, "is_transposed", False))
     stacks = {name: x for name, x in module.named_parameters(recurse=False) if x.dim() == 3}
-    return tuple(Weight(name, transposed) for name in stacks)
+    transposed = _are_transposed(module, list(stacks.values()))
+    return tuple(Weight(name, transposed, stacked=True) for name in stacks)
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
@@ -91,10 +99,43 @@ def has_stacked_experts(module: nn.Module) -> bool:
 def list_class_names(module: nn.Module) -> list[str]:
     """Return the class names that targets may use for a layer: its class and all base classes.
 
-    Stacked experts also match `Linear`: checkpoints store each of them as a linear layer.
+    Stacked experts and `Conv1D` also match `Linear`: they are linear layers in another layout.
     """
     names = [kind.__name__ for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
-    return [*names, "Linear"] if has_stacked_experts(module) else names
+    is_linear = has_stacked_experts(module) or is_conv1d(module)
+    return [*names, "Linear"] if is_linear else names
+
+
+def find_output_layers(model: nn.Module) -> dict[str, str]:
+    """Return the layers that are usually left as they are, with the reason, by name.
+
+    These are the output layers that a model names itself, and layers with a tied weight: that of an
+    embedding, or one that the model lists as tied.
+    """
+    heads: set[int] = set()
+    for module in model.modules():
+        if callable(find_head := getattr(module, "get_output_embeddings", None)):
+            with suppress(Exception):  # not implemented, or an attribute that the model lacks
+                heads.add(id(find_head()))
+    ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    ties |= {source: name for name, source in ties.items() if source not in ties}
+    embeddings = {
+        id(module.weight): f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not has_float_input(module):
+            continue
+        for weight in list_weights(module):
+            key = f"{name}.{weight.parameter}"
+            tied = embeddings.get(id(getattr(module, weight.parameter)), ties.get(key))
+            if tied is not None:
+                found[name] = f"tied to {tied}"
+            if id(module) in heads:
+                found[name] = "output layer" + ("" if tied is None else f", {found[name]}")
+    return found
 
 
 def has_float_input(module: nn.Module) -> bool:
@@ -111,8 +152,20 @@ def is_cached_attention_module(module: nn.Module) -> bool:
     return bool({"past_key_value", "past_key_values"} & set(code.co_varnames))
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Return True for `Conv1D` of transformers, a transposed Linear, without importing it."""
     return type(module).__name__ == "Conv1D" and isinstance(
         getattr(module, "weight", None), torch.Tensor
     )
+
+
+def _are_transposed(module: nn.Module, stacks: Sequence[Tensor]) -> bool:
+    """Return True if stacks of experts are `[experts, inputs, outputs]`.
+
+    Most modules of transformers have an attribute that says so. For the others, the inputs of the
+    first stack, which reads the hidden states, must be the outputs of the last, which writes them.
+    """
+    if isinstance(declared := getattr(module, "is_transposed", None), bool):
+        return declared
+    first, last = stacks[0].shape[1:], stacks[-1].shape[1:]
+    return first[1] != last[0] and first[0] == last[1]

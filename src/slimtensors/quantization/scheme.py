@@ -166,13 +166,21 @@ class QuantizationScheme(PydanticMethods):
         return any(args is not None and args.dynamic is not True for args in activations)
 
     @classmethod
-    def preset(cls, name: str, targets: Sequence[str] = ("Linear",)) -> Self:
-        """Return a named scheme such as `W4A16`."""
+    def preset(
+        cls, name: str, targets: Sequence[str] = ("Linear",), *, group_size: int | None = None
+    ) -> Self:
+        """Return a named scheme such as `W4A16`, with another group size if given."""
         known = str(name).upper()
         if known not in PRESETS:
             raise ConfigError(f"unknown preset {name!r}; {suggest(known, PRESETS)}")
         weights, inputs = PRESETS[known]
-        return cls(targets, weights=weights, input_activations=inputs)
+        scheme = cls(targets, weights=weights, input_activations=inputs)
+        if group_size is None:
+            return scheme
+        try:
+            return scheme.with_group_size(group_size)
+        except ConfigError as error:
+            raise ConfigError(f"{known}: {error}") from error
 
     def to_dict(self) -> Json:
         """Return the JSON form with every key, null where unset."""
@@ -217,6 +225,24 @@ class QuantizationScheme(PydanticMethods):
     def with_targets(self, targets: Sequence[str]) -> Self:
         """Return the same scheme with other targets."""
         return replace(self, targets=targets)
+
+    def with_group_size(self, group_size: int) -> Self:
+        """Return the same scheme with another group size for weights; -1: a scale per channel.
+
+        Raise `ConfigError` if weights have no groups, or groups of a fixed size.
+        """
+        args = self.weights
+        if args is None:
+            raise ConfigError("weights are not quantized, so there is no group size")
+        if args.is_mx or args.strategy is QuantizationStrategy.TENSOR_GROUP:
+            raise ConfigError(f"the group size of this format is always {args.group_size}")
+        if args.strategy is not QuantizationStrategy.GROUP:
+            raise ConfigError(f"weights have one scale per {args.strategy}, not per group")
+        if group_size == -1:
+            weights = replace(args, strategy=QuantizationStrategy.CHANNEL, group_size=None)
+        else:
+            weights = replace(args, group_size=group_size)
+        return replace(self, weights=weights)
 
     def _check_activations(self, key: str, args: QuantizationArgs | None) -> None:
         if args is None:

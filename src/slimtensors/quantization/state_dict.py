@@ -4,7 +4,6 @@ Stacked experts are stored per expert, as transformers saves them.
 """
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,8 +16,15 @@ from slimtensors.quantization import formats
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.apply import apply_quantization_config
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.quantization.checkpoint_layout import (
+    CheckpointLayout,
+    convert_for_saving,
+    describe_unstorable,
+    find_layout,
+    find_unstorable,
+)
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig, QuantizationStatus
-from slimtensors.quantization.layers import list_class_names, list_weights
+from slimtensors.quantization.layers import Weight, list_class_names, list_weights
 from slimtensors.quantization.scheme import QuantizationScheme
 from slimtensors.quantization.state import (
     ACTIVATION_SUFFIXES,
@@ -45,14 +51,21 @@ _READY = (QuantizationStatus.FROZEN, QuantizationStatus.COMPRESSED)
 
 
 def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tensor]:
-    """Return the tensors of a frozen or compressed model in their stored form."""
+    """Return the tensors of a frozen or compressed model in their stored form.
+
+    Raise `ConfigError` if the dialect compressed-tensors cannot store a weight of the model.
+    """
+    states = [state for state, _ in _iterate_states(model, config)]
+    if unstorable := find_unstorable(model, [state.plan for state in states]):
+        raise ConfigError(describe_unstorable(unstorable))
+    layout = _find_stacks(model, states)
     tensors: dict[str, Tensor] = dict(model.state_dict())
-    for state, _ in _iterate_states(model, config):
+    for state in states:
         plan = state.plan
         for name in (*state.tensors(), *(weight.parameter for weight in plan.weights)):
             tensors.pop(plan.key(name), None)
         if plan.has_stacked_experts:
-            tensors |= _export_experts(model, state)
+            tensors |= _export_experts(state, layout)
         else:
             tensors |= {plan.key(name): x for name, x in state.tensors().items()}
     return tensors
@@ -64,13 +77,15 @@ def describe_config(model: nn.Module, config: QuantizationConfig) -> Quantizatio
     cache = config.kv_cache_scheme
     layers: dict[str, tuple[str, Sequence[str]]] = {}
     patterns: dict[str, str] = {}
-    for state, group in _iterate_states(model, config):
+    states = list(_iterate_states(model, config))
+    layout = _find_stacks(model, [state for state, _ in states])
+    for state, group in states:
         plan = state.plan
         if plan.weights:
             stored[group] = plan.format
         cache = plan.activations.get("q", cache)
         if plan.has_stacked_experts:
-            expert_patterns = _find_expert_patterns(model, state)
+            expert_patterns = _find_expert_patterns(state, layout)
             patterns |= expert_patterns
             layers |= dict.fromkeys(expert_patterns, (group, ("Linear",)))
         elif group in config.config_groups:
@@ -337,7 +352,13 @@ def _find_only_class_group(config: QuantizationConfig) -> str | None:
     return next(iter(by_class), None)
 
 
-def _export_experts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
+def _find_stacks(model: nn.Module, states: Sequence[Quantization]) -> CheckpointLayout:
+    """Return where checkpoints store the stacked experts of a model."""
+    plans = [state.plan for state in states if state.plan.has_stacked_experts]
+    return find_layout(model, {plan.key(w.parameter): w for plan in plans for w in plan.weights})
+
+
+def _export_experts(state: Quantization, layout: CheckpointLayout) -> dict[str, Tensor]:
     """Return the stored tensors of stacked experts, for each layer of each expert."""
     stored: dict[str, Tensor] = {}
     args = state.plan.weight_args
@@ -345,19 +366,18 @@ def _export_experts(model: nn.Module, state: Quantization) -> dict[str, Tensor]:
         assert args is not None, "only layers with weight_args list weights"
         format = formats.find(state.plan.format)
         codes, params = format.parse(select_parts(weight, state.tensors()), args)
-        for layer, rows in _find_expert_rows(model, state, weight.parameter, codes.shape).items():
+        for layer, rows in _find_expert_rows(state, weight, layout).items():
             row_params = _select_rows(params, rows, codes.shape[-2], args)
             parts = format.store(codes.flatten(0, 1)[rows], row_params, args)
             stored |= {f"{layer}.{suffix}": x for suffix, x in parts.items()}
     return stored
 
 
-def _find_expert_patterns(model: nn.Module, state: Quantization) -> dict[str, str]:
+def _find_expert_patterns(state: Quantization, layout: CheckpointLayout) -> dict[str, str]:
     """Return a pattern for all layers of stacked experts, by the layer name in checkpoints."""
     patterns: dict[str, str] = {}
     for weight in state.plan.weights:
-        shape, _ = state.plan.dense[weight.parameter]
-        for layer in _find_expert_rows(model, state, weight.parameter, shape):
+        for layer in _find_expert_rows(state, weight, layout):
             stem = re.sub(r"\.\d+\.[^.]+$", "", layer)
             patterns[layer] = f"re:{re.escape(stem)}\\..*"
     return patterns
@@ -377,27 +397,21 @@ def _list_routers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if _is_router(module) and "weight" in dict(module.named_parameters())
     }
-    return [name.removesuffix(".weight") for name in _convert_for_saving(model, found)]
+    return [name.removesuffix(".weight") for name in convert_for_saving(model, found)]
 
 
 def _find_expert_rows(
-    model: nn.Module, state: Quantization, parameter: str, shape: Sequence[int]
+    state: Quantization, weight: Weight, layout: CheckpointLayout
 ) -> dict[str, Tensor]:
-    """Return the rows of a stack that belong to each layer in a checkpoint, by its name.
-
-    transformers splits stacks when it saves. Applied to a stack of row numbers, the same conversion
-    reports which rows each layer consists of.
-    """
-    experts, rows = shape[:2]
-    numbers = torch.arange(experts * rows).view(experts, rows, 1)
-    name = f"{state.plan.name}.{parameter}"
-    converted = _convert_for_saving(model, {name: numbers.repeat(1, 1, 2)})
-    if name in converted:  # checkpoints of this model contain stacks as well
-        return {f"{state.plan.name}.{i}.{parameter}": numbers[i, :, 0] for i in range(experts)}
-    for x in converted.values():
-        if x.dim() != 2 or x.shape[1] != 2:
-            raise ConfigError(f"{name}: transposed in checkpoints; leave it unquantized")
-    return {layer.removesuffix(".weight"): x[:, 0] for layer, x in converted.items()}
+    """Return the rows of a stack that belong to each layer in a checkpoint, by its name."""
+    stored = layout.find(state.plan.key(weight.parameter))
+    if any(tensor.rows is None for tensor in stored):  # a model that is not from transformers
+        shape, _ = state.plan.dense[weight.parameter]
+        experts, rows = weight.to_matrix(torch.empty(shape, device="meta")).shape[:2]
+        numbers = torch.arange(experts * rows).view(experts, rows)
+        name = state.plan.name
+        return {f"{name}.{i}.{weight.parameter}": numbers[i] for i in range(experts)}
+    return {x.name.removesuffix(".weight"): x.rows for x in stored if x.rows is not None}
 
 
 def _list_layers(
@@ -411,16 +425,6 @@ def _list_layers(
         and find_group(config.config_groups, config.ignore, name, list_class_names(module))
         in groups
     ]
-
-
-def _convert_for_saving(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return state
-    from transformers.core_model_loading import revert_weight_conversion
-
-    converted: dict[str, Tensor] = revert_weight_conversion(model, state)
-    return converted
 
 
 def _select_rows(params: Params, rows: Tensor, height: int, args: QuantizationArgs) -> Params:

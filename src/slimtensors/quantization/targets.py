@@ -7,10 +7,10 @@ from functools import lru_cache
 
 from torch import Tensor, nn
 
-from slimtensors.errors import ConfigError, StatusError
+from slimtensors.errors import ConfigError, StatusError, describe_problems
 from slimtensors.quantization import formats
 from slimtensors.quantization.affine import check_weight
-from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy
+from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
 from slimtensors.quantization.layers import (
     has_float_input,
@@ -251,11 +251,14 @@ def _check_layers(
         report.note("the config quantizes nothing: all of its groups are empty")
     _check_targets(model, config, report)
     tied = _find_tied_names(model)
+    problems: list[tuple[str, str]] = []
     for layer in layers:
         try:
             _check_layer(layer, tied, report)
         except ConfigError as error:
-            raise ConfigError(f"{layer.plan.name}: {error}") from error
+            problems.append((layer.plan.name, str(error)))
+    if problems:
+        raise ConfigError(describe_problems(problems))
 
 
 def _check_layer(layer: Layer, tied: Mapping[int, list[str]], report: Report) -> None:
@@ -282,22 +285,24 @@ def _check_experts(plan: LayerPlan, report: Report) -> None:
     if plan.activations:
         report.note(
             f"{plan.name}: activations inside stacked experts are not quantized when this model"
-            " runs, as in transformers; vLLM quantizes them"
+            " runs, as in transformers"
         )
-    if not _can_transformers_load(plan):
+    if not can_transformers_load_experts(plan.weight_args, plan.format):
         report.note(
             f"{plan.name}: transformers cannot load stacked experts in {plan.format} with these"
-            " arguments; vLLM can"
+            " arguments"
         )
 
 
-def _can_transformers_load(plan: LayerPlan) -> bool:
-    args = plan.weight_args
+def can_transformers_load_experts(args: QuantizationArgs | None, format: str | None) -> bool:
+    """Return True if transformers loads experts that are stored with these arguments."""
     if args is None or not args.symmetric:
         return args is None
     ungrouped = (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL)
-    return plan.format == "pack-quantized" or (
-        plan.format in ("float-quantized", "naive-quantized") and args.strategy in ungrouped
+    return format in ("pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized") or (
+        args.type is QuantizationType.FLOAT
+        and format in ("float-quantized", "naive-quantized")
+        and args.strategy in ungrouped
     )
 
 

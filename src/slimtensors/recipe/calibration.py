@@ -1,6 +1,7 @@
 """Calibration data: texts, tables or tokens as batches."""
 
 import csv
+import inspect
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,13 @@ Batch = Any
 """Arguments of one call of the model."""
 Row = Mapping[str, Any]
 Tokens = list[int]
+Sample = dict[str, Tensor]
+"""Arguments of the model for one sample, without the batch dimension."""
 
-_IDS, _MASK = "input_ids", "attention_mask"
+_IDS, _MASK, _LABELS = "input_ids", "attention_mask", "labels"
+_DECODER_IDS = "decoder_input_ids"
+_MEDIA = {"pixel_values": 3, "pixel_values_videos": 4, "input_features": 2, "input_values": 1}
+"""Dimensions of one sample of images, videos, spectrograms and waves."""
 _TEXT_COLUMNS = ("text", "content", "sentence", "prompt")
 """Names of a text column, in order of preference, if none is given."""
 _PIECE = 20_000
@@ -61,9 +67,55 @@ class Calibration:
 def batches_for(
     model: Any, dataset: Any, calibration: Calibration, *, tokenizer: Any
 ) -> tuple[list[Batch], list[str]]:
-    """Return batches of a dataset for a model, and notes on deviations from the request."""
+    """Return batches of a dataset for a model, and notes on deviations from the request.
+
+    An encoder-decoder model receives the labels of a table, or decodes the text that it encodes.
+    """
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return Data.of(dataset).batches(calibration, tokenizer=tokenizer, longest=longest)
+    has_decoder = takes_decoder_inputs(model)
+    batches, notes = Data.of(dataset).batches(
+        calibration, tokenizer=tokenizer, longest=longest, has_labels=has_decoder
+    )
+    if has_decoder and any(_lacks_decoder_inputs(batch) for batch in batches):
+        batches = [_add_decoder_inputs(model, batch) for batch in batches]
+        notes.append(f"no labels or {_DECODER_IDS}: the decoder runs on the {_IDS} of the encoder")
+    return batches, notes
+
+
+def takes_decoder_inputs(model: Any) -> bool:
+    """Return True if a model has an encoder and a decoder with inputs of its own."""
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(is_encoder_decoder) and (
+        _DECODER_IDS in inspect.signature(model.forward).parameters
+    )
+
+
+def _lacks_decoder_inputs(batch: Batch) -> bool:
+    """Return True if a batch has tokens, but none for the decoder."""
+    if not isinstance(batch, Mapping) or _IDS not in batch:
+        return False
+    return _LABELS not in batch and not any(str(name).startswith("decoder_") for name in batch)
+
+
+def _add_decoder_inputs(model: Any, batch: Batch) -> Batch:
+    """Return a batch whose tokens are also those of the decoder.
+
+    The model shifts labels itself; for one without labels, they are shifted by a start token.
+    """
+    if not _lacks_decoder_inputs(batch):
+        return batch
+    if _LABELS in inspect.signature(model.forward).parameters:
+        return {**batch, _LABELS: batch[_IDS]}
+    shifted = batch[_IDS].roll(1, -1)
+    shifted[..., 0] = _find_start_token(model.config)
+    return {**batch, _DECODER_IDS: shifted}
+
+
+def _find_start_token(config: Any) -> int:
+    """Return the token with which a decoder starts."""
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    found = (getattr(config, name, None) for name in names)
+    return next((token for token in found if isinstance(token, int)), 0)
 
 
 @dataclass(frozen=True)
@@ -99,47 +151,68 @@ class Data:
     def is_text(self) -> bool:
         """Whether a tokenizer is required."""
         is_table = isinstance(self.first, Mapping) and not self.is_ready
-        return isinstance(self.first, str) or (is_table and _IDS not in self.first)
+        has_text = is_table and _IDS not in self.first and not _find_media(self.first)
+        return isinstance(self.first, str) or has_text
 
     @property
     def is_ready(self) -> bool:
         """Whether items are batches, not samples."""
         if isinstance(self.first, Mapping):
-            return any(isinstance(x, Tensor) and x.dim() > 1 for x in self.first.values())
+            has_rows = any(isinstance(x, Tensor) and x.dim() > 1 for x in self.first.values())
+            return has_rows and not _find_media(self.first)
         return not isinstance(self.first, str) and not _is_sample(self.first)
 
     def batches(
-        self, calibration: Calibration, *, tokenizer: Any = None, longest: int | None = None
+        self,
+        calibration: Calibration,
+        *,
+        tokenizer: Any = None,
+        longest: int | None = None,
+        has_labels: bool = False,
     ) -> tuple[list[Batch], list[str]]:
         """Return batches, and notes on deviations from the request.
 
-        `longest` is the maximum number of tokens of the model. Data without any token raises.
+        `longest` is the maximum number of tokens of the model, and `has_labels` whether it runs on
+        the labels of a table. Data without any token raises.
         """
         notes: list[str] = []
         length = min(calibration.length, longest or calibration.length)
         if self.is_ready:
             batches, count = _take_batches(self.items, calibration.samples)
         else:
-            samples = self._make_samples(calibration, tokenizer, length)
+            columns = self._find_columns(has_labels=has_labels)
+            samples = self._make_samples(calibration, tokenizer, length, columns)
             if not samples:
                 raise ConfigError("the calibration data contains no tokens")
             batches, count = _group_samples(samples, calibration.batch_size), len(samples)
-            notes += self._note_unused_columns()
-            notes += _note_lengths(samples, calibration.length, length) if calibration.pack else []
+            notes += self._note_unused_columns(columns)
+            if calibration.pack and _IDS in columns:
+                lengths = [len(sample[_IDS]) for sample in samples]
+                notes += _note_lengths(lengths, calibration.length, length)
         if count < calibration.samples:
             notes.append(f"{count} samples of calibration data, not {calibration.samples}")
         return batches, notes
 
-    def _note_unused_columns(self) -> list[str]:
+    def _find_columns(self, *, has_labels: bool) -> list[str]:
+        """Return the columns that the samples will have."""
+        if self.is_text or not isinstance(self.first, Mapping):
+            return [_IDS]
+        wanted = [_IDS, *_find_media(self.first), *([_LABELS] if has_labels else [])]
+        return [name for name in wanted if name in self.first]
+
+    def _note_unused_columns(self, columns: Sequence[str]) -> list[str]:
         if self.is_text or not isinstance(self.first, Mapping):
             return []
-        names = sorted({*map(str, self.first)} - {_IDS, _MASK})
-        return [f"only {_IDS} of the table is used, not {', '.join(names)}"] if names else []
+        names = sorted({*map(str, self.first)} - {*columns, _MASK})
+        used = f"{' and '.join(columns)} of the table {'is' if len(columns) == 1 else 'are'} used"
+        return [f"only {used}, not {', '.join(names)}"] if names else []
 
-    def _make_samples(self, calibration: Calibration, tokenizer: Any, length: int) -> list[Tokens]:
+    def _make_samples(
+        self, calibration: Calibration, tokenizer: Any, length: int, columns: Sequence[str]
+    ) -> list[Sample]:
         if not self.is_text:
-            rows = (_extract_tokens(row)[:length] for row in self.items)
-            return list(islice(filter(None, rows), calibration.samples))
+            rows = (_read_row(row, columns, length) for row in self.items)
+            return list(islice((row for row in rows if row), calibration.samples))
         if tokenizer is None:
             raise ConfigError(
                 "texts need a tokenizer, and the model folder has none: pass tokenizer=..."
@@ -152,8 +225,10 @@ class Data:
             list(tokenizer(x, truncation=False, verbose=False)[_IDS]) for x in pieces if x.strip()
         )
         if calibration.pack:
-            return _pack_tokens(tokens, calibration.samples, length)
-        return list(islice((each[:length] for each in tokens if each), calibration.samples))
+            samples = _pack_tokens(tokens, calibration.samples, length)
+        else:
+            samples = list(islice((each[:length] for each in tokens if each), calibration.samples))
+        return [{_IDS: torch.tensor(sample)} for sample in samples]
 
 
 def read_texts(path: StrPath) -> Iterator[str | Row]:
@@ -225,21 +300,48 @@ def _is_sample(item: Any) -> bool:
     return isinstance(item, Sequence) and bool(item) and all(isinstance(x, int) for x in item)
 
 
-def _extract_tokens(row: Any) -> Tokens:
-    """Return the tokens of a row, without padding."""
-    columns = row if isinstance(row, Mapping) else {_IDS: row}
-    ids = torch.as_tensor(columns[_IDS])
+def _find_media(row: Row) -> list[str]:
+    """Return the columns of a row that contain one image, video or sound, not a batch of them."""
+    return [name for name, dims in _MEDIA.items() if name in row and _count_dims(row[name]) == dims]
+
+
+def _count_dims(value: Any) -> int:
+    """Return the number of dimensions of a tensor, an array, or nested lists."""
+    if hasattr(value, "ndim"):
+        return int(value.ndim)
+    return 1 + _count_dims(value[0]) if isinstance(value, Sequence) and len(value) else 0
+
+
+def _read_row(row: Any, columns: Sequence[str], length: int) -> Sample:
+    """Return the sample of a row, with at most `length` tokens; empty if it has no token."""
+    if not isinstance(row, Mapping):
+        row = {_IDS: row}
+    sample = {name: _read_column(row, name) for name in columns}
+    if _IDS not in sample:
+        return sample
+    ids = sample[_IDS]
     if ids.dim() != 1:
         raise ConfigError(f"{_IDS} of a row must be a list of tokens, got shape {[*ids.shape]}")
-    if (mask := columns.get(_MASK)) is not None:
-        ids = ids[torch.as_tensor(mask).bool()]
-    tokens: Tokens = ids.tolist()
-    return tokens
+    if row.get(_MASK) is not None:
+        mask = _read_column(row, _MASK)
+        if mask.shape != ids.shape:
+            raise ConfigError(f"a row has {len(ids)} {_IDS}, but {_MASK} of shape {[*mask.shape]}")
+        ids = ids[mask.bool()]
+    return sample | {_IDS: ids[:length]} if len(ids) else {}
 
 
-def _note_lengths(samples: Sequence[Tokens], requested: int, possible: int) -> list[str]:
+def _read_column(row: Row, name: str) -> Tensor:
+    if name not in row:
+        raise ConfigError(f"a row has no {name}, unlike the first one")
+    try:
+        return torch.as_tensor(row[name])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name} of a row must be numbers: {error}") from error
+
+
+def _note_lengths(lengths: Sequence[int], requested: int, possible: int) -> list[str]:
     """Return a note if samples are shorter than requested."""
-    shortest, longest = min(map(len, samples)), max(map(len, samples))
+    shortest, longest = min(lengths), max(lengths)
     if shortest >= requested:
         return []
     if shortest < longest:
@@ -258,14 +360,14 @@ def _pack_tokens(tokens: Iterable[Tokens], samples: int, length: int) -> list[To
     return whole[:samples] or ([stream] if stream else [])
 
 
-def _group_samples(samples: Sequence[Tokens], size: int) -> list[Batch]:
-    """Return batches of samples of equal length, which need no padding."""
-    by_length: dict[int, list[Tokens]] = {}
+def _group_samples(samples: Sequence[Sample], size: int) -> list[Batch]:
+    """Return batches of samples of equal shapes, which need no padding."""
+    by_shape: dict[Any, list[Sample]] = {}
     for sample in samples:
-        by_length.setdefault(len(sample), []).append(sample)
+        by_shape.setdefault(tuple(x.shape for x in sample.values()), []).append(sample)
     return [
-        {_IDS: torch.tensor(group[i : i + size])}
-        for group in by_length.values()
+        {name: torch.stack([sample[name] for sample in group[i : i + size]]) for name in group[0]}
+        for group in by_shape.values()
         for i in range(0, len(group), size)
     ]
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from slimtensors.errors import ConfigError
 from slimtensors.layerwise.structure import Structure, parse_structure
 from slimtensors.quantization import (
@@ -12,6 +14,7 @@ from slimtensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
 )
+from slimtensors.quantization.layers import find_output_layers
 
 Sparsity = float | tuple[float, ...] | Mapping[str, float]
 """Share of zeros: one for all layers, one per block, or one per target."""
@@ -33,6 +36,7 @@ class _OneShotPruning:
     targets: tuple[str, ...] = (LINEAR,)
     """Names, classes, or patterns of names (`re:.*mlp.*`) of layers."""
     ignore: tuple[str, ...] = (OUTPUT,)
+    """Layers to leave as they are; `lm_head` is the output layer of any model, and tied layers."""
 
     def __post_init__(self) -> None:
         _set(self, sparsity=_check_sparsity(self.sparsity, "sparsity"))
@@ -150,6 +154,7 @@ class _Quantization:
     targets: tuple[str, ...] = (LINEAR,)
     """Layers to which `scheme` applies."""
     ignore: tuple[str, ...] = (OUTPUT,)
+    """Layers to leave as they are; `lm_head` is the output layer of any model, and tied layers."""
     kv_cache_scheme: QuantizationArgs | None = None
 
     def __post_init__(self) -> None:
@@ -323,6 +328,16 @@ class Distillation:
         _check_positive(self.temperature, "temperature")
         if not 0 < self.hardness <= 1:
             raise ConfigError(f"hardness must be above 0 and at most 1, got {self.hardness!r}")
+
+
+def resolve_ignore(model: nn.Module, ignore: Sequence[str]) -> list[str]:
+    """Return the layers to ignore, with the model's own output layers for the default `lm_head`."""
+    if OUTPUT not in ignore:
+        return list(ignore)
+    outputs = [name for name in find_output_layers(model) if name != OUTPUT]
+    has_default = any(name == OUTPUT for name, _ in model.named_modules())
+    kept = [name for name in ignore if name != OUTPUT or has_default]
+    return [*kept, *(name for name in outputs if name not in kept)]
 
 
 PruningModifier = MagnitudePruning | Wanda | SparseGPT

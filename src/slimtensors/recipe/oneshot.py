@@ -1,7 +1,7 @@
 """Apply a recipe in one shot: run the model on calibration data, without training."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,18 +11,25 @@ from torch import Tensor, nn
 
 from slimtensors import layerwise
 from slimtensors.codecs.statistics import count_zeros
-from slimtensors.errors import ConfigError, MismatchError, SlimError
+from slimtensors.errors import ConfigError, MismatchError, SlimError, describe_problems
 from slimtensors.layerwise.allocation import find_unmatched_targets
 from slimtensors.layerwise.inputs import Layer, collect_layers
+from slimtensors.layerwise.report import summarize_missing_inputs
 from slimtensors.layerwise.smoothing import find_norms
 from slimtensors.quantization import QuantizationConfig, targets
-from slimtensors.quantization.layers import list_class_names
+from slimtensors.quantization.layers import (
+    find_output_layers,
+    list_class_names,
+    list_weights,
+)
+from slimtensors.quantization.state import LayerPlan
 from slimtensors.quantization.state import Report as QuantizationReport
 from slimtensors.quantization.targets import matches_any
 from slimtensors.recipe.calibration import Batch
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
+    LINEAR,
     OUTPUT,
     ConstantPruning,
     Modifier,
@@ -34,9 +41,10 @@ from slimtensors.recipe.modifiers import (
     SparseGPT,
     TrainingModifier,
     Wanda,
+    resolve_ignore,
 )
 from slimtensors.recipe.recipe import Recipe, modifier_name
-from slimtensors.recipe.report import Step
+from slimtensors.recipe.report import Step, UnchangedLayer
 from slimtensors.storage import StrPath
 from slimtensors.tensor import to_cpu
 
@@ -106,6 +114,9 @@ def check_recipe(recipe: Recipe, *, has_data: bool) -> None:
             raise ConfigError(f"{name}: needs calibration data: pass dataset=...")
         if isinstance(modifier, SmoothQuant) and not _quantizing_names(recipe.modifiers[i:]):
             raise ConfigError(f"{name}: must be followed by a quantizing modifier")
+    has_smoothing = any(isinstance(each, SmoothQuant) for each in recipe.modifiers)
+    if has_smoothing and any(isinstance(each, AWQ) for each in recipe.modifiers):
+        raise ConfigError("SmoothQuant and AWQ cannot be combined; use one of them")
     if len(names := _quantizing_names(recipe.modifiers)) > 1:
         raise ConfigError(
             f"{' and '.join(names)}: a model can be quantized only once;"
@@ -118,19 +129,85 @@ def _quantizing_names(modifiers: Iterable[Modifier]) -> list[str]:
 
 
 def check_targets(recipe: Recipe, model: nn.Module) -> None:
-    """Raise if a modifier does not fit the model, before any work is done."""
+    """Raise if modifiers do not fit the model, with all problems, before any work is done."""
+    problems: list[str] = []
     for modifier in recipe.modifiers:
         try:
             if isinstance(modifier, QuantizationModifier):
-                targets.find_layers(model, make_config(model, modifier), _SilentReport())
+                check_quantizable(model, make_config(model, modifier))
             if isinstance(modifier, PruningModifier):
-                _find_layers(model, modifier)
+                _check_finite(_find_layers(model, modifier).values())
             elif isinstance(modifier, ConstantPruning):
                 layerwise.fitting_layers(model, modifier.targets, modifier.ignore)
             elif isinstance(modifier, SmoothQuant | AWQ):
                 _resolve_mappings(model, modifier.mappings)
+        except ConfigError as error:
+            name = modifier_name(modifier)
+            problems += [f"{name}: {line}" for line in str(error).splitlines()]
         except SlimError as error:
             raise type(error)(f"{modifier_name(modifier)}: {error}") from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def plan_quantization(model: nn.Module, config: QuantizationConfig) -> list[LayerPlan]:
+    """Return how a config would quantize the layers of a model; raise if it cannot."""
+    return [layer.plan for layer in targets.find_layers(model, config, _SilentReport())]
+
+
+def check_quantizable(model: nn.Module, config: QuantizationConfig) -> None:
+    """Raise if a config does not fit a model, or if weights to quantize are not finite."""
+    found = targets.find_layers(model, config, _SilentReport())
+    modules = {id(each.module) for each in found if each.plan.scheme.weights is not None}
+    _check_finite(each for each in collect_layers(model).values() if id(each.module) in modules)
+
+
+def _check_finite(layers: Iterable[Layer]) -> None:
+    """Raise if weights contain NaN or infinity, with all of them."""
+    problem = "NaN or infinity in the weight; repair it, or add the layer to ignore"
+    found = [
+        (layer.name, problem)
+        for layer in layers
+        if not all(_is_finite(weight) for weight in layer.matrices)
+    ]
+    if found:
+        raise ConfigError(describe_problems(found))
+
+
+def _is_finite(x: Tensor) -> bool:
+    wide = x.float() if x.dtype.itemsize == 1 else x  # torch cannot check 8-bit floats
+    return bool(wide.isfinite().all())
+
+
+def find_unchanged(
+    model: nn.Module, recipe: Recipe, steps: Iterable[Step]
+) -> tuple[UnchangedLayer, ...]:
+    """Return the linear layers that no step changed, with the reason."""
+    changed = {layer.name for step in steps for layer in step.layers}
+    ignore = {name for modifier in recipe.modifiers for name in getattr(modifier, "ignore", ())}
+    outputs = find_output_layers(model) if OUTPUT in ignore else {}
+    found = []
+    for name, layer in collect_layers(model).items():
+        classes = list_class_names(layer.module)
+        if name in changed or LINEAR not in classes:
+            continue
+        module = name if layer.weight.parameter == "weight" else name.rpartition(".")[0]
+        reason = outputs.get(module)
+        if reason is None:
+            is_ignored = any(matches_any(ignore, each, classes) for each in {name, module})
+            reason = "ignored" if is_ignored else "not targeted"
+        found.append(UnchangedLayer(name, layer.parameter.numel(), reason))
+    return (*found, *_find_unsupported(model))
+
+
+def _find_unsupported(model: nn.Module) -> Iterator[UnchangedLayer]:
+    """Yield the layers that are linear by the name of their class only."""
+    for name, module in model.named_modules():
+        kind, weight = type(module).__name__, getattr(module, "weight", None)
+        if LINEAR not in kind or not isinstance(weight, Tensor) or list_weights(module):
+            continue
+        if weight.dim() in (2, 3):
+            yield UnchangedLayer(name, weight.numel(), f"{kind} is not supported")
 
 
 def needs_data(modifier: Modifier) -> bool:
@@ -141,12 +218,8 @@ def needs_data(modifier: Modifier) -> bool:
 
 
 def make_config(model: nn.Module, modifier: QuantizationModifier) -> QuantizationConfig:
-    """Return the config of a modifier; `lm_head` is ignored only if the model has one."""
-    config = modifier.config
-    modules = model.named_modules()
-    if any(matches_any([OUTPUT], name, list_class_names(module)) for name, module in modules):
-        return config
-    return replace(config, ignore=[name for name in config.ignore if name != OUTPUT])
+    """Return the config of a modifier for a model, with the model's own output layers."""
+    return replace(modifier.config, ignore=resolve_ignore(model, modifier.config.ignore))
 
 
 @dataclass(frozen=True)
@@ -170,14 +243,14 @@ def _prune(model: nn.Module, modifier: PruningModifier, context: _StepContext) -
         progress=context.progress,
     )
     unmatched = [name for name in find_unmatched_targets(model, modifier.ignore) if name != OUTPUT]
-    notes = tuple(f"ignore: {name!r} matches nothing in this model" for name in unmatched)
-    return Step(modifier_name(modifier), reports, notes, modifier.structure.name)
+    notes = [f"ignore: {name!r} matches nothing in this model" for name in unmatched]
+    notes += summarize_missing_inputs(reports)
+    return Step(modifier_name(modifier), reports, tuple(notes), modifier.structure.name)
 
 
 def _find_layers(model: nn.Module, modifier: PruningModifier) -> dict[str, Layer]:
-    return layerwise.find_layers(
-        model, modifier.targets, modifier.ignore, structure=modifier.structure
-    )
+    ignore = resolve_ignore(model, modifier.ignore)
+    return layerwise.find_layers(model, modifier.targets, ignore, structure=modifier.structure)
 
 
 def _pruning_method(modifier: PruningModifier, *, has_data: bool) -> layerwise.PruningMethod:
@@ -237,8 +310,6 @@ def _smoothing_method(
 ) -> layerwise.Smoothing | None:
     """Return the smoothing of a quantizing modifier: AWQ's own, or an earlier SmoothQuant."""
     if isinstance(modifier, AWQ):
-        if smoothing is not None:
-            raise ConfigError("SmoothQuant and AWQ cannot be combined; use one of them")
         return layerwise.AWQ(modifier.steps, _resolve_mappings(model, modifier.mappings))
     if smoothing is None:
         return None

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from slimtensors.archive.summary import Summary, format_bytes, format_table
 from slimtensors.codecs.statistics import sparsity_of
-from slimtensors.layerwise.engine import evaluation_mode
+from slimtensors.errors import group_names
 from slimtensors.layerwise.inputs import Layer, collect_layers, remove_padding
+from slimtensors.layerwise.passes import evaluation_mode
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization.state import get_quantization, select_parts
 from slimtensors.recipe.calibration import Batch
@@ -58,6 +59,16 @@ class LayerState:
 
 
 @dataclass(frozen=True)
+class UnchangedLayer:
+    """A linear layer that no modifier changed."""
+
+    name: str
+    weights: int
+    reason: str
+    """`ignored`, `not targeted`, `output layer`, `tied to` another weight, or its class."""
+
+
+@dataclass(frozen=True)
 class Quality:
     """Comparison of a model before and after, on evaluation data."""
 
@@ -81,6 +92,8 @@ class Report:
     format: str | None = None
     """Storage format: a preset, or a format of compressed-tensors."""
     stored_bytes: int | None = None
+    unchanged: tuple[UnchangedLayer, ...] = ()
+    """Linear layers that no modifier changed."""
 
     @classmethod
     def of(cls, model: nn.Module, steps: Sequence[Step], notes: Sequence[str] = ()) -> "Report":
@@ -123,11 +136,21 @@ class Report:
             lines.append(_describe_quality(self.quality))
         if self.stored_bytes is not None:
             lines.append(f"stored as {self.format}: {format_bytes(self.stored_bytes)}")
+        if self.unchanged:
+            lines.append(self._describe_unchanged())
         notes = [*self.notes, *(note for step in self.steps for note in step.notes)]
         notes += [
             f"{x.name}: {note}" for step in self.steps for x in step.layers for note in x.notes
         ]
         return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+    def _describe_unchanged(self) -> str:
+        groups = group_names((layer.name, layer.reason) for layer in self.unchanged)
+        reasons = [f"{names} ({reason})" for reason, names in groups.items()]
+        weights = sum(layer.weights for layer in self.unchanged)
+        share = weights / (weights + sum(layer.weights for layer in self.layers))
+        count = f"{len(self.unchanged)}, {share:.1%} of the weights"
+        return f"unchanged linear layers ({count}): {'; '.join(reasons)}"
 
     def _format_row(self, layer: LayerState) -> list[str]:
         results = [

@@ -28,6 +28,7 @@ from slimtensors.recipe.modifiers import (
     GradualMagnitudePruning,
     Modifier,
     MovementPruning,
+    resolve_ignore,
 )
 from slimtensors.recipe.recipe import modifier_name
 from slimtensors.recipe.report import Step
@@ -204,7 +205,8 @@ def _build_gradual(
     length: TrainingLength,
 ) -> GradualMasks:
     structure = modifier.structure
-    found = find_layers(model, modifier.targets, modifier.ignore, structure=structure)
+    ignore = resolve_ignore(model, modifier.ignore)
+    found = find_layers(model, modifier.targets, ignore, structure=structure)
     layers = key_by_parameter(found.values())
     weights = {name: layer.parameter for name, layer in layers.items()}
     masks = {

@@ -170,6 +170,8 @@ def find_model_class(source: StrPath) -> Any:
     """Return the class of transformers that saved a model, given its folder or name."""
     _check_path(source)
     names: Sequence[str] = transformers.AutoConfig.from_pretrained(source).architectures or ()
+    if not names:
+        raise ConfigError(f"{source}: config.json has no 'architectures'; add the model class")
     if (found := find_class(names)) is None:
         raise ConfigError(
             f"{source}: 'architectures' in config.json names no class of transformers:"

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from slimtensors.archive import Archive
-from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, as_source, write
+from slimtensors.archive.summary import DenseLayer, QuantizationSummary, Summary
+from slimtensors.archive.write import ArchiveSource, TensorSource, write
 from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, shorten_list
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
+    QUANTIZATION_REPORT,
     describe_codes,
     read_config,
     read_dtype,
@@ -24,13 +25,26 @@ from slimtensors.folder.config_json import (
 )
 from slimtensors.folder.convert import SLIM, main_dtype
 from slimtensors.folder.job import replace_weights
+from slimtensors.folder.quantize import IGNORED, NOT_TARGETED
 from slimtensors.folder.weights import FolderOptions
+from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
+from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
+from slimtensors.quantization.layers import list_class_names, list_weights
+from slimtensors.quantization.state import get_quantization
+from slimtensors.quantization.targets import matches_any
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
+from slimtensors.recipe.modifiers import resolve_ignore
+from slimtensors.recipe.oneshot import check_quantizable, plan_quantization
 from slimtensors.storage import INDEX, SINGLE, StrPath, check_separate, locate, note_parameters
 from slimtensors.tensor import Json
 from slimtensors.transformers.auto import find_model_class
-from slimtensors.transformers.weights import encode_layers
+from slimtensors.transformers.weights import (
+    check_names,
+    collect_dense_weights,
+    collect_weights,
+    encode_quantized,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,25 +95,36 @@ def calibrate_folder(
         location, stored_dtype = archive.location, main_dtype(archive)
     if dtype is not None:
         config = _set_scale_dtype(config, stored_dtype)
+    config = replace(config, ignore=resolve_ignore(model, config.ignore))
+    check_quantizable(model, config)
+    if dialect != SLIM:
+        _check_storable(source, model, config)
     batches, notes = batches_for(model, data, settings, tokenizer=tokenizer)
     for note in notes:
         _LOG.warning("%s: %s", source, note)
     quantize_model(model, config, calibration=batches, method=method, folder=settings.work)
-    state = ModelCompressor(quantization_config=config).compress(model)
-    section: Json = model.config.quantization_config
-    if dtype is not None:
-        state = {name: x.to(stored_dtype) if x.dtype is dtype else x for name, x in state.items()}
-    tensors = as_source(state)
+    section: Json = {}
     preset = presets.dense
     if dialect == SLIM:
         stored_dtype = read_dtype(read_config(location)) or stored_dtype
-        tensors = ArchiveSource(encode_layers(tensors.items, section, stored_dtype), tensors.tied)
+        dense = [_cast(x, dtype, stored_dtype) for x in collect_dense_weights(model)]
+        sources, unencoded = encode_quantized(model, dense)
         preset = presets.lossless
+    else:
+        state = ModelCompressor(quantization_config=config).compress(model)
+        section = model.config.quantization_config
+        sources = collect_weights(model, state, save_original_format=True)
+        sources = [_cast(x, dtype, stored_dtype) for x in sources]
+        unencoded = []
+    check_names(model, sources)
 
     def put(folder: Path) -> Summary:
         path = folder if options.max_shard_size is not None else folder / SINGLE
         # The dialect slim stores the parts of compressed-tensors as plain tensors.
-        summary = write(tensors, path, options.with_preset(preset)).summary()
+        summary = write(ArchiveSource(sources), path, options.with_preset(preset)).summary()
+        if unencoded:
+            names = shorten_list(sorted(unencoded))
+            _LOG.warning("%s: rounded, but stored without quantization: %s", source, names)
         if dialect == SLIM:
             note_parameters(folder / INDEX, summary.items)
         return summary
@@ -109,7 +134,52 @@ def calibrate_folder(
             return describe_codes(config, summary, stored_dtype)
         return replace_sections(config, section)
 
-    return replace_weights(location, target, put, edit, sources=[source], options=options)
+    quantization = _summarize(model, config)
+    files = {QUANTIZATION_REPORT: quantization.to_json()}
+    summary = replace_weights(
+        location, target, put, edit, sources=[source], options=options, files=files
+    )
+    return replace(summary, quantization=quantization)
+
+
+def _summarize(model: nn.Module, config: QuantizationConfig) -> QuantizationSummary:
+    """Return how much of a model is quantized, and which linear layers stay dense."""
+    total = sum(x.numel() for x in model.parameters())
+    dense: list[DenseLayer] = []
+    layers = quantized = 0
+    for name, module in model.named_modules():
+        classes = list_class_names(module)
+        if not {"Linear", "Conv1D"} & set(classes):
+            continue
+        layers += 1
+        items = sum(getattr(module, x.parameter).numel() for x in list_weights(module))
+        if get_quantization(module) is not None:
+            quantized += items
+        else:
+            reason = IGNORED if matches_any(config.ignore, name, classes) else NOT_TARGETED
+            dense.append(DenseLayer(name, reason, items))
+    return QuantizationSummary(layers, total, quantized, dense)
+
+
+def _check_storable(source: StrPath, model: nn.Module, config: QuantizationConfig) -> None:
+    """Raise if the dialect compressed-tensors cannot store the result."""
+    if unstorable := find_unstorable(model, plan_quantization(model, config)):
+        raise ConfigError(
+            f"{source}: {describe_unstorable(unstorable)}; use the dialect slim, or ignore them"
+        )
+
+
+def _cast(source: TensorSource, dtype: torch.dtype | None, stored: torch.dtype) -> TensorSource:
+    """Return a source with tensors of `dtype` in the dtype of the original folder."""
+    if source.spec.dtype is not dtype:
+        return source
+
+    def read(each: Each) -> Tensor:
+        x = source.read(each)
+        assert isinstance(x, Tensor), "weights of a model are tensors"
+        return x.to(stored)
+
+    return replace(source, spec=replace(source.spec, dtype=stored), read=read)
 
 
 def _load(source: StrPath, dtype: torch.dtype | None) -> tuple[Any, Any]:

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
-from transformers import DataCollatorWithPadding, default_data_collator
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, default_data_collator
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slimtensors.errors import ConfigError
 from slimtensors.layerwise.inputs import MASK, remove_padding
-from slimtensors.recipe.calibration import Row, extract_texts, read_texts
+from slimtensors.recipe.calibration import (
+    Row,
+    extract_texts,
+    read_texts,
+    takes_decoder_inputs,
+)
 
 _IGNORED_LABEL = -100
 """Label of tokens that the loss ignores."""
@@ -56,13 +61,18 @@ def load_examples(dataset: Any, model: Any, tokenizer: Any) -> Examples:
 def calibration_batches(data: Examples, model: nn.Module, tokenizer: Any) -> list[Any]:
     """Return the first examples as batches for one-shot modifiers, on the device of the model.
 
-    Labels and columns that the model does not accept are removed, and so is padding, whether or
-    not the model accepts an attention mask.
+    Columns that the model does not accept are removed, labels unless a decoder runs on them, and
+    padding, whether or not the model accepts an attention mask.
     """
-    pad = DataCollatorWithPadding(tokenizer) if tokenizer else default_data_collator
+    has_decoder = takes_decoder_inputs(model)
+    pad: Callable[[list[Any]], Any] = default_data_collator
+    if tokenizer:
+        kind = DataCollatorForSeq2Seq if has_decoder else DataCollatorWithPadding
+        pad = kind(tokenizer)
 
     def select_inputs(row: Any) -> Any:
-        return {name: x for name, x in select_columns(model, row).items() if name != "labels"}
+        columns = select_columns(model, row)
+        return {name: x for name, x in columns.items() if name != "labels" or has_decoder}
 
     def select_masked(row: Any) -> Any:
         return select_inputs(row) | ({MASK: row[MASK]} if MASK in row else {})

@@ -18,7 +18,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import (
+    Concatenate,
     ConversionOps,
+    MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -37,6 +40,7 @@ from slimtensors.errors import (
     UnsupportedVersionError,
     suggest,
 )
+from slimtensors.folder.architecture import Architecture
 from slimtensors.folder.config_json import (
     CHECKPOINT_VERSION,
     COMPRESSED_TENSORS,
@@ -51,6 +55,7 @@ from slimtensors.folder.config_json import (
     read_sparsity_section,
     stops_other_loaders,
 )
+from slimtensors.folder.experts import list_stack_patterns
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor
@@ -224,7 +229,9 @@ class SlimQuantizer(HfQuantizer):
         if not self._reader:
             return weight_conversions
         is_checkpoint = self.quantization_config.checkpoint  # which has the names of the modules
-        return add_decoding([] if is_checkpoint else weight_conversions, self._reader)
+        stacking = _make_stacking(model) if self._quantization is not None else []
+        transforms = [] if is_checkpoint else [*weight_conversions, *stacking]
+        return add_decoding(transforms, self._reader)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, *, checkpoint_files: list[str] | None = None, **_: Any
@@ -328,11 +335,9 @@ class Reader:
         return name
 
     def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """Read and decode a tensor; cast floats to `dtype`."""
+        """Read and decode a tensor; cast it to `dtype`."""
         x = self._archive.load_one(name, self._workers.each)
-        if dtype is None or not x.is_floating_point():
-            return x
-        return x.to(dtype)
+        return x if dtype is None else x.to(dtype)
 
     def read_compressed(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Read a tensor without decoding it; decode it if its codec cannot run compressed."""
@@ -385,7 +390,26 @@ def add_decoding(transforms: Sequence[WeightTransform], reader: Reader) -> list[
 def remove_decoding(transforms: Sequence[WeightTransform]) -> list[WeightTransform]:
     """Return the transforms that were passed to `add_decoding`; saving needs them."""
     originals = [t.original if isinstance(t, DecodingConverter) else t for t in transforms]
-    return [t for t in originals if not isinstance(t, PartsRenaming) and not _is_plain_copy(t)]
+    return [
+        t
+        for t in originals
+        if not isinstance(t, PartsRenaming | _Stacking) and not _is_plain_copy(t)
+    ]
+
+
+class _Stacking(WeightConverter):
+    """Makes a stack of experts from the linear layers that only quantized folders contain."""
+
+
+def _make_stacking(model: nn.Module) -> list[WeightTransform]:
+    """Return the conversions that load experts of quantized folders into a dense model."""
+    found: list[WeightTransform] = []
+    for stack, (parts, is_transposed) in list_stack_patterns(Architecture(model, ())).items():
+        operations: list[ConversionOps] = [MergeModulelist(dim=0)]
+        operations += [Concatenate(dim=1)] if len(parts) > 1 else []
+        operations += [Transpose(1, 2)] if is_transposed else []
+        found.append(_Stacking(parts, stack, operations))
+    return found
 
 
 class DecodingConverter(WeightConverter):
@@ -402,7 +426,7 @@ class DecodingConverter(WeightConverter):
         self.base_model_prefix = original.base_model_prefix
         self.original = original
         self.dtype: torch.dtype | None = None
-        """Target dtype of floats, set by transformers with each request for a tensor."""
+        """Target dtype, set by transformers with each request for a tensor."""
         self._reader = reader
         self._read = reader.read
 

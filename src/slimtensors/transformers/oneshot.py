@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,42 +14,40 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from slimtensors.archive import inspect
-from slimtensors.archive.write import ArchiveSource, WriteOptions, write
-from slimtensors.codecs import presets
 from slimtensors.compat.compressor import ModelCompressor
-from slimtensors.errors import ConfigError
-from slimtensors.folder.config_json import (
-    describe_codes,
-    read_config,
-    read_quantization_section,
-    update_config,
-)
+from slimtensors.errors import ConfigError, shorten_list
+from slimtensors.folder.architecture import Architecture, Kind
+from slimtensors.folder.config_json import read_config, read_quantization_section
 from slimtensors.layerwise.engine import Progress
 from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.layerwise.report import LayerReport
-from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantization.checkpoint_layout import (
+    convert_for_saving,
+    find_unstorable,
+    outline_state,
+)
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.recipe.calibration import Batch, batches_for
 from slimtensors.recipe.modifiers import QuantizationModifier
-from slimtensors.recipe.oneshot import Start, apply_recipe, check_recipe, make_config
-from slimtensors.recipe.report import REPORT_FILE, Report, measure
-from slimtensors.storage import (
-    INDEX,
-    LocalLocation,
-    StrPath,
-    check_separate,
-    local_path,
-    note_parameters,
-    write_json,
+from slimtensors.recipe.oneshot import (
+    Start,
+    apply_recipe,
+    check_recipe,
+    check_targets,
+    find_unchanged,
+    make_config,
+    plan_quantization,
 )
+from slimtensors.recipe.report import REPORT_FILE, Report, measure
+from slimtensors.storage import LocalLocation, StrPath, check_separate, local_path, write_json
 from slimtensors.storage.atomic import create_folder
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import find_unused_columns, select_columns
-from slimtensors.transformers.saving import enable, save_quantized
-from slimtensors.transformers.weights import (
-    collect_weights,
-    encode_layers,
-    sort_like_safetensors,
+from slimtensors.transformers.saving import (
+    check_codes_suffice,
+    enable,
+    save_codes,
+    save_quantized,
 )
 
 AnyReport = TypeVar("AnyReport", bound=Report)
@@ -95,8 +94,9 @@ def oneshot(
         check_separate(LocalLocation(local_path(settings.work)), sources)
     with _create_output(output_dir, sources) as folder:
         loaded = load_model(model)
+        check_targets(parsed, loaded)
         if folder is not None:
-            _check_savable(loaded)
+            check_savable(loaded, parsed, save_compressed=save_compressed)
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
         batches: list[Batch] = []
         texts: list[Batch] = []
@@ -110,6 +110,7 @@ def oneshot(
         with _show_progress() as start:
             steps = apply_recipe(loaded, parsed, batches, work=settings.work, start=start)
         report = Report.of(loaded, steps, notes)
+        report = replace(report, unchanged=find_unchanged(loaded, parsed, steps))
         if before is not None:
             report = replace(report, quality=measure(loaded, texts).compare(before))
         if folder is not None:
@@ -133,9 +134,10 @@ def save_model(
     if quantizing and save_compressed:
         config = make_config(model, quantizing[0])
         if report.sparsity < _SPARSE or config.has_activations:
-            format = save_quantized(model, folder, ModelCompressor(config))
+            format, notes = save_quantized(model, folder, ModelCompressor(config))
         else:
-            format = _save_sparse_codes(model, config, folder)
+            format, notes = "slim", save_codes(model, folder)
+        report = replace(report, notes=(*report.notes, *notes))
     else:
         model.save_pretrained(folder, save_compressed=save_compressed)
         format = read_quantization_section(read_config(folder)).get("preset", "dense")
@@ -145,27 +147,46 @@ def save_model(
     return report
 
 
-def _save_sparse_codes(model: Any, config: QuantizationConfig, folder: Path) -> str:
-    """Write the dialect slim: the codes of each quantized layer as one tensor."""
-    state = ModelCompressor(config).compress(model)
-    section = model.config.quantization_config
-    del model.config.quantization_config  # the weights of the model in memory are dense
-    sources = collect_weights(model, state, save_original_format=True)
-    encoded = encode_layers(sort_like_safetensors(sources), section, model.dtype)
-    type(model).save_pretrained(model, folder, state_dict={})
-    options = WriteOptions(preset=presets.lossless, max_shard_size="50GB")
-    summary = write(ArchiveSource(encoded), folder, options).summary()
-    note_parameters(folder / INDEX, summary.items)
-    update_config(folder, lambda data: describe_codes(data, summary, model.dtype))
-    return "slim"
-
-
-def _check_savable(model: nn.Module) -> None:
-    """Raise if a model cannot be saved as a folder of transformers."""
+def check_savable(model: nn.Module, recipe: Recipe, *, save_compressed: bool) -> None:
+    """Raise if a model cannot be saved as a folder of transformers after a recipe."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"output_dir requires a model of transformers, got {type(model).__name__};"
             " use slimtensors.save instead"
+        )
+    _check_config(model)
+    _check_saved_names(model)
+    for modifier in recipe.modifiers if save_compressed else ():
+        if isinstance(modifier, QuantizationModifier):
+            config = make_config(model, modifier)
+            if unstorable := find_unstorable(model, plan_quantization(model, config)):
+                check_codes_suffice(unstorable, config)
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Raise if the config of a model cannot be saved and loaded again."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model.config.save_pretrained(folder)
+            type(model.config).from_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        except Exception as error:  # configs validate themselves in many ways
+            raise ConfigError(f"the config of the model cannot be saved: {error}") from error
+
+
+def _check_saved_names(model: PreTrainedModel) -> None:
+    """Raise if transformers saves weights of a model under names that it does not load."""
+    try:
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        architecture = Architecture.build(config)
+    except ConfigError:
+        return  # a class that is not from transformers
+    places = architecture.place(convert_for_saving(model, outline_state(model)))
+    if lost := [name for name, place in places.items() if place.kind is Kind.UNKNOWN]:
+        raise ConfigError(
+            f"transformers does not load a {type(model).__name__} that it saved: it has no"
+            f" parameter for {shorten_list(lost)}"
         )
 
 

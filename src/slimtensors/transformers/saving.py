@@ -1,11 +1,12 @@
 """Save models compressed: the `save_pretrained` of an enabled model."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from slimtensors.archive import Archive
@@ -19,7 +20,8 @@ from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.compat.compressor import ModelCompressor
 from slimtensors.compat.model_state import match_targets
 from slimtensors.compat.sparse_formats import find_preset
-from slimtensors.errors import ConfigError
+from slimtensors.errors import ConfigError, shorten_list
+from slimtensors.folder.architecture import Architecture
 from slimtensors.folder.compress import Keep, restrict_to, select_all
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
@@ -28,6 +30,7 @@ from slimtensors.folder.config_json import (
     SparsityConfig,
     add_sparsity_section,
     copy_sections,
+    describe_codes,
     describe_compression,
     parse_sparsity,
     read_config,
@@ -38,7 +41,9 @@ from slimtensors.folder.config_json import (
 )
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
+from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
 from slimtensors.quantization.state import get_quantization
+from slimtensors.quantization.state_dict import find_stored_layers, is_quantization_part
 from slimtensors.runtime import CompressedTensor, CsrTensor
 from slimtensors.runtime.serialization import to_encoded
 from slimtensors.storage import (
@@ -50,13 +55,16 @@ from slimtensors.storage import (
     temporary_folder,
 )
 from slimtensors.storage.atomic import apply_umask, move_files
-from slimtensors.tensor import Json
+from slimtensors.tensor import Json, Spec
 from slimtensors.transformers.weights import (
     QUANTIZED,
     QuantizedArchive,
+    check_names,
     check_unchanged,
+    collect_dense_weights,
     collect_weights,
     copy_weight_files,
+    encode_quantized,
     measure_sparsity,
     reuse_stored,
     to_dense,
@@ -66,6 +74,7 @@ _LOG = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_FP8 = torch.float8_e4m3fn
 _MIN_SPARSITY = 0.05
 """Fraction of zeros from which a model counts as sparse."""
 
@@ -134,18 +143,114 @@ def attach_saver(model: Model, stored: StoredWeights) -> Model:
     return model
 
 
-def save_quantized(model: Any, folder: Path, compressor: ModelCompressor, **options: Any) -> str:
-    """Write a model that is quantized in memory with compressed-tensors; return the format."""
+def save_quantized(
+    model: Any, folder: Path, compressor: ModelCompressor, **options: Any
+) -> tuple[str, list[str]]:
+    """Write a model that is quantized in memory; return the format, and notes.
+
+    The dialect is compressed-tensors, unless it cannot store a weight of the model: then slim.
+    """
+    quantized = [found for module in model.modules() if (found := get_quantization(module))]
+    if unstorable := find_unstorable(model, [found.plan for found in quantized]):
+        config = compressor.quantization_config
+        check_codes_suffice(unstorable, config, is_sparse=compressor.sparsity_config is not None)
+        return "slim", [
+            f"stored in the dialect slim, which only slimtensors loads, because"
+            f" {describe_unstorable(unstorable)}",
+            *save_codes(model, folder, **options),
+        ]
     state = compressor.compress(model, options.pop("state_dict", None))
     try:
+        stored = collect_weights(model, dict(state), save_original_format=True)
+        check_names(model, stored)
         type(model).save_pretrained(model, folder, state_dict=state, **options)
         if folder.is_dir():  # created by the main process only
             apply_umask(folder)
         if options.get("is_main_process", True) and find_prefixes(state):
             update_config(folder, stop_other_loaders)
-        return str(model.config.quantization_config["format"])
+        notes = _explain_stock_failure(model, stored, compressor.quantization_config)
+        return str(model.config.quantization_config["format"]), notes
     finally:
         del model.config.quantization_config  # the weights of the model in memory are dense
+
+
+def _explain_stock_failure(
+    model: Any, stored: Iterable[TensorSource], config: QuantizationConfig | None
+) -> list[str]:
+    """Return a note if transformers cannot load a model quantized with compressed-tensors."""
+    parts = {
+        name: {suffix: Spec.of(x) for suffix, x in state.tensors().items()}
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (state := get_quantization(module)) is not None
+    }
+    try:
+        data = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        architecture = Architecture.build(data)
+    except ConfigError as error:
+        return [f"whether transformers can load the result is not known: {error}"]
+    broken = architecture.find_unloadable(parts) | architecture.find_failing_splits(parts)
+    names = {source.name for source in stored}
+    layers = find_stored_layers(names)
+    dense = [name for name in names if not is_quantization_part(name, layers)]
+    groups = config.config_groups.values() if config is not None else ()
+    if not all(group.weights is None or group.weights.dtype is _FP8 for group in groups):
+        for name, place in architecture.place(dense).items():
+            if place.dequantizes:  # transformers would treat it as quantized
+                broken[name] = f"dense, but transformers merges it into {place.parameter}"
+    reason = next((f"{name}: {reason}" for name, reason in broken.items()), None)
+    if reason is None:
+        return []
+    return [architecture.describe_failure(reason)]
+
+
+def check_codes_suffice(
+    unstorable: Mapping[str, str], config: QuantizationConfig | None, *, is_sparse: bool = False
+) -> None:
+    """Raise `ConfigError` if weights require the dialect slim, which cannot store the config."""
+    if is_sparse or config is None or config.has_activations:
+        raise ConfigError(
+            f"{describe_unstorable(unstorable)}, and the dialect slim stores neither scales of"
+            " activations nor a sparse format of compressed-tensors; ignore these layers, or"
+            " quantize only weights"
+        )
+
+
+def save_codes(
+    model: Any,
+    folder: Path,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str = "50GB",
+    **options: Any,
+) -> list[str]:
+    """Write a model that is quantized in memory in the dialect slim; return notes.
+
+    Each weight is stored by its codes, under the name and in the layout of dense checkpoints.
+    """
+    _check_options(options)
+    if not is_main_process:
+        return []
+    sources, dense = encode_quantized(model, collect_dense_weights(model))
+    check_names(model, sources)
+    with temporary_folder(folder / CONFIG) as temporary:
+        type(model).save_pretrained(model, temporary, state_dict={}, **options)
+        apply_umask(temporary)
+        writing = WriteOptions(preset=presets.lossless, max_shard_size=max_shard_size)
+        summary = write(ArchiveSource(sources), folder, writing).summary()
+        note_parameters(folder / INDEX, summary.items)
+        update_config(temporary, lambda config: describe_codes(config, summary, model.dtype))
+        move_files(temporary, folder)
+    if not dense:
+        return []
+    return [f"rounded, but stored without quantization: {shorten_list(sorted(dense))}"]
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for option in _UNSUPPORTED_OPTIONS.keys() & options.keys():
+        if options[option]:
+            raise ConfigError(
+                f"{option} is not supported with compressed weights; {_UNSUPPORTED_OPTIONS[option]}"
+            )
 
 
 def is_enabled(model: nn.Module) -> bool:
@@ -200,7 +305,9 @@ class SavePretrained:
                 self._model, sparsity_config, quantization_format
             )
             assert compressor is not None, "the model is quantized"
-            save_quantized(self._model, folder, compressor, **options)
+            _, notes = save_quantized(self._model, folder, compressor, **options)
+            for note in notes:
+                _LOG.warning("%s: %s", folder, note)
             self._model.sparsity_config = compressor.sparsity_config
             return
         if quantization_format is not None:
@@ -272,12 +379,7 @@ class SavePretrained:
         save_original_format: bool = True,
         **options: Any,
     ) -> SparsityConfig | None:
-        for option in _UNSUPPORTED_OPTIONS.keys() & options.keys():
-            if options[option]:
-                raise ConfigError(
-                    f"{option} is not supported with compressed weights;"
-                    f" {_UNSUPPORTED_OPTIONS[option]}"
-                )
+        _check_options(options)
         if not is_main_process:
             return None
         if folder.is_file():

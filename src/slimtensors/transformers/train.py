@@ -16,8 +16,18 @@ from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.layerwise.allocation import fitting_layers
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.recipe import ConstantPruning, Distillation, Modifier, Recipe, SmoothQuant, Stage
-from slimtensors.recipe.modifiers import PruningModifier, QuantizationModifier, TrainingModifier
-from slimtensors.recipe.oneshot import apply_recipe, check_recipe, check_targets
+from slimtensors.recipe.modifiers import (
+    PruningModifier,
+    QuantizationModifier,
+    TrainingModifier,
+    resolve_ignore,
+)
+from slimtensors.recipe.oneshot import (
+    apply_recipe,
+    check_recipe,
+    check_targets,
+    find_unchanged,
+)
 from slimtensors.recipe.recipe import modifier_name
 from slimtensors.recipe.report import REPORT_FILE, Report, Step
 from slimtensors.recipe.training import key_by_parameter
@@ -34,7 +44,7 @@ from slimtensors.storage import (
 from slimtensors.storage.atomic import move_files
 from slimtensors.transformers.auto import load_model, load_tokenizer
 from slimtensors.transformers.data import calibration_batches, load_examples
-from slimtensors.transformers.oneshot import save_model
+from slimtensors.transformers.oneshot import check_savable, save_model
 from slimtensors.transformers.training_stage import (
     ResumePoint,
     TrainedStage,
@@ -116,7 +126,7 @@ def train(
         _load_teacher(parsed, loaded, teacher),
     )
     run = _Run(loaded, parsed, home, setup)
-    run.check_plan(plan)
+    run.check_plan(plan, save_compressed=save_compressed)
     for planned in plan:
         if resume is None or planned.stage.name == resume.stage:
             run.run_stage(planned, resume)
@@ -194,12 +204,14 @@ class _Run:
     steps: list[Step] = field(default_factory=list)
     stages: list[TrainedStage] = field(default_factory=list)
 
-    def check_plan(self, plan: Sequence[PlannedStage]) -> None:
+    def check_plan(self, plan: Sequence[PlannedStage], *, save_compressed: bool) -> None:
         """Raise for errors in one-shot modifiers before training starts."""
         modifiers = [m for planned in plan for m in (*planned.pruning, *planned.quantizing)]
         if modifiers:
             check_recipe(_make_recipe(modifiers), has_data=True)
             check_targets(_make_recipe(modifiers), self.model)
+        if isinstance(self.model, PreTrainedModel):
+            check_savable(self.model, self.recipe, save_compressed=save_compressed)
 
     def run_stage(self, planned: PlannedStage, resume: ResumePoint | None) -> None:
         """Prune and train as a stage requires."""
@@ -216,7 +228,8 @@ class _Run:
         self.steps += apply_recipe(self.model, _make_recipe(modifiers), batches)
         for modifier in modifiers:
             if isinstance(modifier, PruningModifier | ConstantPruning):
-                layers = fitting_layers(self.model, modifier.targets, modifier.ignore)
+                ignore = resolve_ignore(self.model, modifier.ignore)
+                layers = fitting_layers(self.model, modifier.targets, ignore)
                 for name, layer in key_by_parameter(layers.values()).items():
                     self.masks[name] = layer.parameter.detach() != 0
 
@@ -246,7 +259,12 @@ class _Run:
     def make_report(self) -> TrainingReport:
         """Return the report on the model in its current state."""
         report = Report.of(self.model, self.steps)
-        return TrainingReport(report.steps, report.layers, stages=tuple(self.stages))
+        return TrainingReport(
+            report.steps,
+            report.layers,
+            stages=tuple(self.stages),
+            unchanged=find_unchanged(self.model, self.recipe, self.steps),
+        )
 
 
 def _make_recipe(modifiers: Sequence[Modifier]) -> Recipe:

@@ -1,9 +1,10 @@
 """Weights of a model as tensors to store: collect, compare with stored ones, copy."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,25 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
+from slimtensors.archive.dialects.compressed_tensors import find_prefixes
 from slimtensors.archive.write import TensorSource
 from slimtensors.checkpoint.store import STATE, StoredState
 from slimtensors.checkpoint.tensor_entry import SAME
-from slimtensors.codecs import Huffman
-from slimtensors.codecs.plan import Encoded, Plan
+from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
-from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError
-from slimtensors.parallel import Each, Workers, serially
-from slimtensors.quantization import QuantizationConfig, Quantized, formats
-from slimtensors.quantization.state import is_stored_dense
+from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError, shorten_list
+from slimtensors.parallel import Each, Workers
+from slimtensors.quantization import QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.checkpoint_layout import StoredTensor, find_layout
+from slimtensors.quantization.state import get_quantization, is_stored_dense
 from slimtensors.quantization.state_dict import (
     decompress_weight,
-    find_dense_shape,
     find_scheme,
     find_stored_layers,
     is_quantization_part,
     join_name,
 )
+from slimtensors.quantization.stored_codes import WeightCodes, encode_stored
 from slimtensors.quantization.targets import choose_format
 from slimtensors.runtime import CompressedTensor, from_module
 from slimtensors.storage import (
@@ -43,7 +45,7 @@ from slimtensors.storage import (
     weight_files,
 )
 from slimtensors.storage.files import copy_file
-from slimtensors.tensor import Json, Spec, bitwise_equal, check_storable, to_cpu
+from slimtensors.tensor import Spec, bitwise_equal, check_storable, to_cpu
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,53 +98,91 @@ def sort_like_safetensors(sources: Iterable[TensorSource]) -> list[TensorSource]
     return sorted(sources, key=key)
 
 
-def encode_layers(
-    sources: Sequence[TensorSource], section: Json, dtype: torch.dtype
-) -> list[TensorSource]:
-    """Return the tensors of a compressed-tensors state dict, each quantized layer as one tensor.
+def collect_dense_weights(model: Any) -> list[TensorSource]:
+    """Return the tensors that transformers would write dense, also for a quantized model.
+
+    Their order is that of safetensors, by dtype, then by name.
+    """
+    state = dict(model.state_dict())
+    for module in model.modules():
+        quantization = get_quantization(module)
+        if quantization is None or quantization.status is not QuantizationStatus.COMPRESSED:
+            continue
+        plan = quantization.plan
+        for name in quantization.tensors():
+            state.pop(plan.key(name), None)
+        for weight in plan.weights:
+            state[plan.key(weight.parameter)] = quantization.dense_weight(weight)
+    return sort_like_safetensors(collect_weights(model, state, save_original_format=True))
+
+
+def encode_quantized(
+    model: nn.Module, sources: Iterable[TensorSource]
+) -> tuple[list[TensorSource], list[str]]:
+    """Return dense weights as sources that encode those of quantized layers by their codes.
+
+    Also return a list to which reading them adds the names of quantized weights that stay dense:
+    those that codes cannot represent in the layout of a checkpoint.
+    """
+    quantized = {
+        state.plan.key(weight.parameter): (state, weight)
+        for module in model.modules()
+        if (state := get_quantization(module)) is not None
+        for weight in state.plan.weights
+    }
+    layout = find_layout(model, {name: weight for name, (_, weight) in quantized.items()})
+    dense = sorted(layout.untraceable)
+
+    @lru_cache(maxsize=4)  # a stack of experts is read once for each expert
+    def read_codes(parameter: str) -> WeightCodes:
+        return WeightCodes.read(*quantized[parameter])
+
+    def encode(source: TensorSource, tensor: StoredTensor) -> TensorSource:
+        def read(each: Each) -> Tensor | Encoded:
+            x = source.read(each)
+            assert isinstance(x, Tensor), "weights of a quantized model are tensors"
+            encoded = encode_stored(tensor, read_codes, x, each)
+            if encoded is None:
+                dense.append(tensor.name)
+            return x if encoded is None else encoded
+
+        return replace(source, read=read)
+
+    encoded = [
+        encode(source, layout.tensors[source.name]) if source.name in layout.tensors else source
+        for source in sources
+    ]
+    return encoded, dense
+
+
+def check_names(model: Any, stored: Iterable[TensorSource]) -> None:
+    """Raise `MismatchError` if tensors are not those that checkpoints of a model contain.
 
     Args:
-        sources: tensors of a state dict, quantized layers in parts.
-        section: their `quantization_config`.
-        dtype: dtype of the weights after decoding.
+        model: the model.
+        stored: tensors to store, those of layers in the dialect compressed-tensors in parts.
     """
-    config = QuantizationConfig.from_dict(section)
-    by_name = {source.name: source for source in sources}
-    layers = find_stored_layers(set(by_name))
-    encoded: list[TensorSource] = []
-    for source in sources:
-        layer, _, suffix = source.name.rpartition(".")
-        if layer in layers and suffix in ("weight", "weight_packed"):
-            parts = {s: by_name[join_name(layer, s)] for s in layers[layer]}
-            encoded.append(_encode_layer(layer, parts, config, dtype))
-        elif not is_quantization_part(source.name, layers):
-            encoded.append(source)
-    return encoded
-
-
-def _encode_layer(
-    layer: str, parts: Mapping[str, TensorSource], config: QuantizationConfig, dtype: torch.dtype
-) -> TensorSource:
-    scheme = find_scheme(layer, config, {})
-    args = scheme.weights
-    assert args is not None, "only schemes with weights have stored layers"
-    format = formats.find(choose_format(scheme, config), version=config.version)
-
-    def read(each: Each) -> Encoded:
-        tensors = {suffix: _read_tensor(part, each) for suffix, part in parts.items()}
-        codes, params = format.parse(tensors, args)
-        codec = Quantized.in_whole_bytes(args)
-        return codec.encoded(codes, params, dtype, then={"q": Plan(Huffman())})
-
-    specs = {suffix: part.spec for suffix, part in parts.items()}
-    shape = find_dense_shape(specs, args, lambda: _read_tensor(parts["weight_shape"], serially))
-    return TensorSource(join_name(layer, "weight"), Spec(dtype, shape), read)
-
-
-def _read_tensor(source: TensorSource, each: Each) -> Tensor:
-    x = source.read(each)
-    assert isinstance(x, Tensor), "parts of quantized layers are plain tensors"
-    return x
+    specs = {source.name: source.spec for source in stored}
+    owners = {
+        f"{prefix}.{part}": name
+        for prefix, name in find_prefixes(specs.keys()).items()
+        for part in ("compressed", "bitmask", "shape", "row_offsets")
+    }
+    names = {owners.get(name, name) for name in specs}
+    layers = find_stored_layers(names)
+    names = {name for name in names if not is_quantization_part(name, layers)}
+    dense = names & specs.keys()
+    names |= {join_name(layer, "weight") for layer in layers}
+    expected = {source.name: source.spec for source in collect_dense_weights(model)}
+    missing, unexpected = sorted(expected.keys() - names), sorted(names - expected.keys())
+    for name in sorted(dense & expected.keys()):
+        if specs[name].shape != expected[name].shape:
+            unexpected.append(f"{name} ({specs[name]}, not {expected[name]})")
+    if missing or unexpected:
+        raise MismatchError(
+            f"{type(model).__name__} would not load: missing {shorten_list(missing) or 'none'},"
+            f" unexpected {shorten_list(unexpected) or 'none'}; nothing was saved"
+        )
 
 
 def measure_sparsity(model: nn.Module) -> Sparsity:
