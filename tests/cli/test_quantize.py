@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
-from quantized_models import IDS, auto, config_of, make
+from quantized_models import IDS, auto, config_of, loaded_by_them, logits, make
 from safetensors.torch import load_file, save_file
 from strategies import aligned, same_bits
 
@@ -175,14 +177,18 @@ def test_the_output_contains_the_error(folders, tmp_path, capsys):
     assert "14 rounded, relative error 0.1" in capsys.readouterr().out
 
 
-def test_gptq_runs_with_a_calibration_text(folders, tmp_path):
+def test_gptq_runs_with_a_calibration_text(folders, tmp_path, capsys):
     source = folders("llama")
     _tokenizer().save_pretrained(source)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i * i % 90}" for i in range(2000)))
     words = ["compress", source, "--quantize", "W4A16", "--calibration", text]
     out = tmp_path / "out"
-    assert run(*words, "--method", "gptq", "--work", tmp_path / "work", "-o", out, "-q") == 0
+    assert run(*words, "--method", "gptq", "--work", tmp_path / "work", "-o", out) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("dense: 1 of 15 linear layers with 3.8% of the parameters (ignored: 1)")
+    (layer,) = json.loads((out / "quantization_report.json").read_text())["dense_layers"]
+    assert layer == {"name": "lm_head", "reason": "ignored", "parameters": 96 * 128}
     assert section(out)["format"] == "pack-quantized"
     assert run(*words, "--dialect", "slym", "-o", tmp_path / "none") == 2
     small = tmp_path / "new" / "s"
@@ -212,6 +218,23 @@ def test_too_little_data_is_logged_and_empty_data_refused_first(folders, tmp_pat
         calibrate_folder(nowhere, out, config, ["w1"], calibration=Calibration(evaluate=["w1"]))
 
 
+def test_weights_that_are_not_finite_are_refused_before_calibration(folders, tmp_path):
+    source = shutil.copytree(folders("llama"), tmp_path / "source")
+    _tokenizer().save_pretrained(source)
+    names = [f"model.layers.{i}.mlp.up_proj" for i in (0, 1)]
+    for file in source.glob("*.safetensors"):
+        weights = load_file(file)
+        for name in weights.keys() & {f"{name}.weight" for name in names}:
+            weights[name][0, 0] = float("inf")
+        save_file(weights, file, {"format": "pt"})
+    config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+    with pytest.raises(ConfigError, match=f"{', '.join(names)}: NaN or infinity"):
+        calibrate_folder(source, tmp_path / "out", config, ["w1 w2"])
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"config\.json has no 'architectures'"):
+        calibrate_folder(source, tmp_path / "out", config, ["w1 w2"])
+
+
 def _tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -232,6 +255,12 @@ def _tokenizer():
         (["--quantize", "W4A16", "--preset", "sparse"], "cannot be combined with --preset"),
         (["--quantize", "W4A16", "--only", "*"], "--ignore"),
         (["--method", "gptq"], "requires --quantize"),
+        (["--group-size", "32"], "--group-size requires --quantize"),
+        (["--quantize", "W8A8", "--group-size", "32"], "W8A8: weights have one scale per channel"),
+        (["--quantize", "FP8_BLOCK", "--group-size", "32"], "one scale per block, not per group"),
+        (["--quantize", "NVFP4A16", "--group-size", "32"], "NVFP4A16: the group size of"),
+        (["--quantize", "MXFP4A16", "--group-size", "channel"], "MXFP4A16: the group size of"),
+        (["--quantize", "W4A16", "--group-size", "48"], "not divisible by group_size 48"),
     ],
 )
 def test_invalid_options_are_refused(folders, tmp_path, capsys, words, message):
@@ -241,16 +270,54 @@ def test_invalid_options_are_refused(folders, tmp_path, capsys, words, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_about_group_size_names_the_layer(folders, tmp_path, capsys):
-    scheme = tmp_path / "scheme.json"
-    args = {"num_bits": 4, "strategy": "group", "group_size": 96}
-    group = {"targets": ["Linear"], "weights": args}
-    scheme.write_text(json.dumps({"config_groups": {"all": group}, "ignore": ["lm_head"]}))
-    assert run("compress", folders("llama"), "--quantize", scheme, "-o", tmp_path / "out") == 2
+def test_all_layers_that_cannot_be_quantized_are_named_at_once(folders, tmp_path, capsys):
+    words = ["--quantize", "W4A16", "--group-size", "256", "-o", tmp_path / "out"]
+    assert run("compress", folders("llama"), *words) == 2
     message = capsys.readouterr().err
-    assert (
-        "model.layers.0.self_attn.k_proj: 128 columns are not divisible by group_size 96" in message
+    assert "12 layers cannot be quantized; change the scheme or add to ignore:" in message
+    assert "128 columns are not divisible by group_size 256" in message
+    assert "down_proj" not in message, "it has 256 columns"
+    for layer in ("mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj", "self_attn.o_proj"):
+        assert f"model.layers.*.{layer} (2)" in message
+
+
+@pytest.mark.parametrize(
+    ("size", "args"),
+    [
+        ("32", {"strategy": "group", "group_size": 32}),
+        ("channel", {"strategy": "channel", "group_size": None}),
+        ("-1", {"strategy": "channel", "group_size": None}),
+    ],
+)
+def test_the_group_size_replaces_that_of_the_scheme(quantized, size, args):
+    folder = quantized("llama", "W8A16", "--group-size", size)
+    (group,) = section(folder)["config_groups"].values()
+    assert args.items() <= group["weights"].items()
+    scale = slimtensors.load(folder)["model.layers.0.mlp.down_proj.weight_scale"]
+    assert scale.shape == (128, 256 // (args["group_size"] or 256))
+    theirs = loaded_by_them("llama", folder)
+    ours = make("llama")
+    config = QuantizationConfig.preset(
+        "W8A16", ignore=["lm_head"], group_size=args["group_size"] or -1
     )
+    apply_quantization_config(ours, config)
+    ours.apply(freeze_module_quantization)
+    assert same_bits(logits(theirs), logits(ours))
+
+
+@pytest.mark.parametrize("size", ["0", "-2", "1.5", "chanel"])
+def test_an_invalid_group_size_is_refused(folders, tmp_path, capsys, size):
+    words = ["--quantize", "W4A16", "--group-size", size, "-o", tmp_path / "out"]
+    assert run("compress", folders("llama"), *words) == 2
+    message = f"--group-size must be a positive number or 'channel', got '{size}'"
+    assert message in capsys.readouterr().err
+
+
+def test_the_group_size_of_a_config_file_is_not_replaced(folders, tmp_path, capsys):
+    config = write_config(tmp_path / "a.json", {"a": {"targets": ["Linear"], "weights": _W4}})
+    words = ["--quantize", config, "--group-size", "64", "-o", tmp_path / "out"]
+    assert run("compress", folders("llama"), *words) == 2
+    assert f"--group-size applies to presets; set it in {config}" in capsys.readouterr().err
 
 
 def write_config(path, groups, **more):
@@ -311,17 +378,100 @@ def test_overlapping_groups_are_written_layer_by_layer(folders, tmp_path):
     assert not set(targets["all"]) & set(targets["down"])
 
 
-def test_stacked_experts_are_not_silently_left_dense(tmp_path, capsys):
-    source = tmp_path / "stacked"
-    source.mkdir()
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("W8A16", None),
+        ("FP8_DYNAMIC", None),
+        ("MXFP4A16", None),
+        ("MXFP6A16", None),
+        ("FP8_BLOCK", "transformers cannot load experts in float-quantized"),
+        ("MXFP8A16", "transformers cannot load experts in mxfp8-quantized"),
+    ],
+)
+def test_experts_stay_dense_in_formats_that_transformers_cannot_load(
+    quantized, tmp_path, scheme, reason
+):
+    folder, dense = quantized("mixtral", scheme), tmp_path / "dense"
+    report = json.loads((folder / "quantization_report.json").read_text())
+    reasons = [x["reason"] for x in report["dense_layers"] if ".experts." in x["name"]]
+    assert reasons == ([reason] * 24 if reason else [])
+    assert run("convert", folder, "--to", "dense", "-o", dense, "-q") == 0
+    theirs, ours = (loaded_by_them("mixtral", path).state_dict() for path in (folder, dense))
+    experts = [name for name in ours if ".experts." in name]
+    assert len(experts) == 4
+    assert all(same_bits(theirs[name], ours[name]) for name in experts)
+
+
+def test_experts_that_transformers_would_load_wrong_stay_dense(quantized, caplog):
+    folder = quantized("mixtral", "NVFP4A16")
+    report = json.loads((folder / "quantization_report.json").read_text())
+    reasons = {x["reason"] for x in report["dense_layers"] if ".experts." in x["name"]}
+    assert reasons == {"transformers cannot load experts in nvfp4-pack-quantized"}
+    assert "transformers cannot load MixtralForCausalLM" in caplog.text
+
+
+def write_stack(folder, name):
+    """Write a folder with one layer and a stack of experts, of a type that nobody knows."""
+    folder.mkdir()
     stack = torch.ones(4, 128, 128)
-    names = ["layers.0.q_proj.weight", "layers.0.mlp.experts.gate_up_proj"]
-    save_file({names[0]: stack[0].clone(), names[1]: stack}, source / "model.safetensors")
-    (source / "config.json").write_text('{"model_type": "any"}')
-    words = ["compress", source, "--quantize", "W4A16", "-q", "-o", tmp_path / "out"]
-    assert run(*words) == 2
-    assert f"{source}: {names[1]}: tensors of shape (4, 128, 128)" in capsys.readouterr().err
-    assert run(*words, "--ignore", "layers.0.mlp.experts") == 0
+    tensors = {"layers.0.q_proj.weight": stack[0].clone(), name: stack}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "any"}')
+    return folder
+
+
+def test_stacked_experts_stay_dense_with_a_line(tmp_path, capsys):
+    source = write_stack(tmp_path / "stacked", "layers.0.mlp.experts.gate_up_proj")
+    out = tmp_path / "out"
+    assert run("compress", source, "--quantize", "W4A16", "-o", out) == 0
+    line = "dense: 1 of 2 linear layers with 80.0% of the parameters (stacked experts: 1); "
+    assert line in capsys.readouterr().out
+    assert "layers.0.mlp.experts" in section(out)["ignore"]
+
+
+def test_a_target_that_names_stacked_experts_is_refused(tmp_path, capsys):
+    source = write_stack(tmp_path / "stacked", "layers.0.mlp.experts.gate_up_proj")
+    group = {"targets": ["Linear", "re:.*experts"], "weights": _W4}
+    config = write_config(tmp_path / "a.json", {"a": group})
+    assert run("compress", source, "--quantize", config, "-o", tmp_path / "out") == 2
+    message = "layers.0.mlp.experts.gate_up_proj: stacked experts that a target names"
+    assert message in capsys.readouterr().err
+
+
+def test_layers_that_stay_dense_are_listed_in_json_and_in_the_folder(folders, tmp_path, capsys):
+    out, small = tmp_path / "out", tmp_path / "small"
+    words = ["--quantize", "W4A16", "--ignore", "re:.*v_proj", "--ignore", "lm_head"]
+    assert run("compress", folders("mixtral"), *words, "-o", out, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    schema = Path(__file__).parents[2] / "docs" / "schemas" / "summary.json"
+    jsonschema.validate(summary, json.loads(schema.read_text()), jsonschema.Draft202012Validator)
+    found = summary["quantization"]
+    specs = slimtensors.open(folders("mixtral"))
+    assert found["parameters"] == sum(specs.spec(name).numel for name in specs)
+    quantized = {n.removesuffix("_packed") for n in slimtensors.open(out) if n.endswith("_packed")}
+    assert found["quantized_parameters"] == sum(specs.spec(name).numel for name in quantized)
+    assert found["linear_layers"] == len(quantized) + len(found["dense_layers"])
+    layers = [f"model.layers.{i}" for i in range(2)]
+    assert {x["name"]: (x["reason"], x["parameters"]) for x in found["dense_layers"]} == {
+        "lm_head": ("ignored", 96 * 128),
+        **{f"{layer}.self_attn.v_proj": ("ignored", 64 * 128) for layer in layers},
+        **{f"{layer}.mlp.gate": ("router", 4 * 128) for layer in layers},
+    }
+    assert json.loads((out / "quantization_report.json").read_text()) == found
+    assert run("compress", out, "-o", small, "-q") == 0
+    assert run("inspect", small, "--html", tmp_path / "page.html") == 0
+    assert '"reason":"router"' in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("dialect", ["slim", "compressed-tensors"])
+def test_a_dense_copy_does_not_list_dense_layers(folders, tmp_path, dialect):
+    words = ["--quantize", "W4A16", "--dialect", dialect, "-q"]
+    small, dense = tmp_path / "small", tmp_path / "dense"
+    assert run("compress", folders("llama"), *words, "-o", small) == 0
+    assert (small / "quantization_report.json").exists()
+    assert run("convert", small, "--to", "dense", "-o", dense, "-q") == 0
+    assert not (dense / "quantization_report.json").exists()
 
 
 @pytest.mark.slow

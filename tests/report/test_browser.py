@@ -6,7 +6,7 @@ import pytest
 from report.browser import BROWSER, View, start_browser
 from report.test_collect import RECIPE
 
-from slimtensors.archive.summary import TensorSummary
+from slimtensors.archive.summary import DenseLayer, QuantizationSummary, TensorSummary
 from slimtensors.report import (
     CheckpointReport,
     Histogram,
@@ -244,6 +244,21 @@ def test_checkpoints_are_shown_by_step(view):
     assert "2 checkpoints in 1.2 kB instead of 2.0 kB" in opened.texts("#checkpoints .head p")[0]
     rows = opened.page.locator("#checkpoints tbody tr").all_inner_texts()
     assert rows[1].split("\t")[:4] == ["step-2", "2", "delta", "step-1"]
+
+
+def test_layers_that_stay_dense_are_listed_with_their_reasons(view):
+    layers = [DenseLayer(HOSTILE[1], "router", 20), DenseLayer("lm_head", "in ignore", 250)]
+    quantization = QuantizationSummary(1002, 1000, 700, layers)
+    opened = view(replace(report_with_tensors(3), quantization=quantization))
+    about = "2 of 1,002 linear layers stay dense. 70.0 % of all parameters are quantized."
+    assert opened.texts("#dense p") == [about]
+    rows = [row.split("\t") for row in opened.texts("#dense tbody tr")]
+    assert rows == [
+        ["lm_head", "in ignore", "250", "25.0 %"],
+        [HOSTILE[1], "router", "20", "2.00 %"],
+    ]
+    assert opened.page.locator("#dense").is_visible()
+    assert "Dense layers" in opened.texts(".jump a")
 
 
 def test_a_recipe_is_shown_layer_by_layer(view):

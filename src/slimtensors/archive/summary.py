@@ -1,6 +1,7 @@
 """Summaries of archives, returned by `save` and `inspect`, and their text form."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
@@ -76,11 +77,67 @@ class TensorSummary:
 
 
 @dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer, or a stack of them, that a quantized model stores dense."""
+
+    name: str
+    reason: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class QuantizationSummary:
+    """How much of a model is quantized, and which linear layers stay dense."""
+
+    layers: int
+    """Number of linear layers, quantized or dense; a stack of experts counts as one."""
+    parameters: int
+    """Number of parameters of the whole model."""
+    quantized_parameters: int
+    dense_layers: Sequence[DenseLayer] = ()
+
+    def __str__(self) -> str:
+        total = self.parameters or 1
+        in_layers = sum(layer.parameters for layer in self.dense_layers)
+        others = self.parameters - self.quantized_parameters - in_layers
+        reasons = Counter(layer.reason for layer in self.dense_layers)
+        why = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+        text = f"dense: {len(self.dense_layers)} of {count_noun(self.layers, 'linear layer')}"
+        if why:
+            text += f" with {in_layers / total:.1%} of the parameters ({why})"
+        return f"{text}; embeddings and other tensors: {others / total:.1%}"
+
+    def to_json(self) -> Json:
+        """Return a JSON object (`quantization` in `docs/schemas/summary.json`)."""
+        return {
+            "linear_layers": self.layers,
+            "parameters": self.parameters,
+            "quantized_parameters": self.quantized_parameters,
+            "dense_layers": [asdict(layer) for layer in self.dense_layers],
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> "QuantizationSummary":
+        """Parse the output of `to_json`."""
+        return cls(
+            int(data["linear_layers"]),
+            int(data["parameters"]),
+            int(data["quantized_parameters"]),
+            [
+                DenseLayer(str(layer["name"]), str(layer["reason"]), int(layer["parameters"]))
+                for layer in data["dense_layers"]
+            ],
+        )
+
+
+@dataclass(frozen=True)
 class Summary:
     """The tensors of an archive and its files."""
 
     tensors: Sequence[TensorSummary]
     files: Sequence[str]
+    quantization: QuantizationSummary | None = None
+    """What was quantized, if the tensors were quantized as they were written."""
 
     @property
     def items(self) -> int:
@@ -112,6 +169,7 @@ class Summary:
 
     def to_json(self) -> Json:
         """Return the summary as JSON (schema: `docs/schemas/summary.json`)."""
+        quantization = self.quantization and {"quantization": self.quantization.to_json()}
         return {
             "files": [PurePath(file).name for file in self.files],
             "dense_bytes": self.dense_bytes,
@@ -126,6 +184,7 @@ class Summary:
                 }
                 for t in self.tensors
             ],
+            **(quantization or {}),
         }
 
 

@@ -32,6 +32,11 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quantize", metavar="SCHEME", help="W4A16, FP8_DYNAMIC, ..., or a config file"
     )
+    group.add_argument(
+        "--group-size",
+        metavar="N",
+        help="weights that share a scale: a number, or 'channel' (default: as in the scheme)",
+    )
     group.add_argument("--method", choices=("rtn", "gptq"), help="rounding method (default: rtn)")
     group.add_argument(
         "--calibration", metavar="FILE", help="calibration data: a txt, jsonl, csv or tsv file"
@@ -49,12 +54,13 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
 
 def check_quantize(options: argparse.Namespace) -> None:
     """Raise if the options of --quantize are incomplete or contradict each other."""
-    dependent = ("method", "calibration", "work", "ignore")
+    dependent = ("group_size", "method", "calibration", "work", "ignore")
     if options.quantize is None:
         for name in dependent:
             if getattr(options, name) is not None:
                 alternative = " or --recipe" if name in ("calibration", "work") else ""
-                raise ConfigError(f"--{name} requires --quantize{alternative}")
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} requires --quantize{alternative}")
         return
     if options.dry_run or options.only or options.skip:
         raise ConfigError("--quantize takes --ignore, not --dry-run, --only or --skip")
@@ -99,14 +105,27 @@ def run_quantize(
 def _config(options: argparse.Namespace) -> QuantizationConfig:
     ignore = options.ignore if options.ignore is not None else ["lm_head"]
     if Path(options.quantize).is_file():
+        if options.group_size is not None:
+            raise ConfigError(f"--group-size applies to presets; set it in {options.quantize}")
         config = QuantizationConfig.parse_file(options.quantize)
         config.ignore += options.ignore or []
         return config
-    return QuantizationConfig.preset(options.quantize, ignore=ignore)
+    group_size = _parse_group_size(options.group_size)
+    return QuantizationConfig.preset(options.quantize, ignore=ignore, group_size=group_size)
+
+
+def _parse_group_size(text: str | None) -> int | None:
+    """Return a group size; -1 for `channel`."""
+    if text is None or text in ("channel", "-1"):
+        return None if text is None else -1
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"--group-size must be a positive number or 'channel', got {text!r}")
+    return int(text)
 
 
 _NOT_WITH_RECIPE = (
     "quantize",
+    "group_size",
     "method",
     "ignore",
     "preset",
@@ -229,6 +248,8 @@ def _report(options: argparse.Namespace, total: int, summary: Summary) -> None:
     elif not options.quiet:
         sizes = f"{format_bytes(total)} -> {format_bytes(summary.stored_bytes)}"
         print(summary if options.calibration is None else sizes)
+        if summary.quantization is not None:
+            print(summary.quantization)
         signed = [tensor.name for tensor in summary.tensors if "-0.0" in tensor.note]
         if signed:
             count = count_noun(len(signed), "tensor")

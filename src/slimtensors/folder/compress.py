@@ -16,8 +16,12 @@ from slimtensors.codecs import presets
 from slimtensors.codecs.presets import Choice, Chooser, StatsRule
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.errors import ConfigError, suggest
-from slimtensors.folder.config_json import describe_compression, remove_compression
-from slimtensors.folder.job import build_folder, describe_job
+from slimtensors.folder.config_json import (
+    QUANTIZATION_REPORT,
+    describe_compression,
+    remove_compression,
+)
+from slimtensors.folder.job import ExtraFiles, build_folder, describe_job
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.weights import FolderOptions, Weights
 from slimtensors.storage import StrPath, locate
@@ -97,6 +101,7 @@ def compress_with(
     keep: Keep = select_all,
     preset_key: Json | None = None,
     is_lossy: bool = False,
+    files: ExtraFiles | None = None,
 ) -> Summary:
     """Do the same as `compress_folder`, with options as one value.
 
@@ -138,6 +143,7 @@ def compress_with(
         target,
         describe,
         job=describe_job(archive, settings) if key is not None else None,
+        files=files,
     )
 
 
@@ -190,11 +196,13 @@ def decompress_with(
         settings["max_shard_size"] = options.max_shard_size
     is_whole = len(selected) == len(archive) and options.max_shard_size is None
     originals = find_originals(archive) if is_whole else None
+    is_lossy = any(plan.is_lossy for plan in map(archive.plan, selected) if plan is not None)
     return build_folder(
         Weights(selected, options, make_source=_make_plain, originals=originals),
         target,
         lambda config, _: remove_compression(config) if was_compressed else config,
         job=describe_job(archive, settings),
+        files={QUANTIZATION_REPORT: None} if is_lossy else None,
     )
 
 

@@ -23,6 +23,8 @@ from slimtensors.storage import Location, StrPath, locate, read_bytes, weight_fi
 from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
+QUANTIZATION_REPORT = "quantization_report.json"
+"""File of a quantized folder that lists the linear layers that stay dense."""
 VERSION = 1
 """Version of our section for model folders."""
 CHECKPOINT_VERSION = 2

@@ -21,6 +21,7 @@ from slimtensors.folder.compress import compress_with, decompress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     CONFIG,
+    QUANTIZATION_REPORT,
     describe_codes,
     parse_quantization,
     read_config,
@@ -29,6 +30,7 @@ from slimtensors.folder.config_json import (
     remove_sections,
     set_section,
 )
+from slimtensors.folder.experts import find_expert_stacks, make_stack
 from slimtensors.folder.job import build_folder
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.weights import FolderOptions, Weights
@@ -158,12 +160,17 @@ class _QuantizedFolder:
                     f"{self.archive.path}: {layer}: no weight or weight_packed; found {found}"
                 )
 
+        stacks = self._find_stacks(layers)
+
         def make_source(part: Archive) -> ArchiveSource:
             """Return the layers whose codes are in this file, and its other tensors."""
             items: list[TensorSource] = []
             for name in part:
                 layer, _, suffix = name.rpartition(".")
-                if layer in layers and suffix in ("weight", "weight_packed"):
+                is_weight = suffix in ("weight", "weight_packed")
+                if is_weight and (weight := join_name(layer, "weight")) in stacks:
+                    items += stacks[weight]
+                elif is_weight and layer in layers:
                     items.append(self._make_item(layer, layers[layer]))
                 elif not is_quantization_part(name, layers):
                     items += as_source(part.select([name])).items
@@ -171,7 +178,34 @@ class _QuantizedFolder:
 
         choose = presets.dense if self.to == "dense" else presets.lossless
         weights = Weights(self.archive, options.with_preset(choose), make_source=make_source)
-        return build_folder(weights, target, self._describe)
+        files = {QUANTIZATION_REPORT: None} if self.to == "dense" else None
+        return build_folder(weights, target, self._describe, files=files)
+
+    def _find_stacks(self, layers: Mapping[str, Sequence[str]]) -> dict[str, list[TensorSource]]:
+        """Return the stack to write in place of the first of its experts; nothing for others."""
+        plain = [name for name in self.archive if name.endswith(".weight")]
+        weights = dict.fromkeys([*plain, *(join_name(layer, "weight") for layer in layers)])
+        try:
+            stacks = find_expert_stacks(weights, read_config(self.archive.location))
+        except SlimError as error:
+            raise type(error)(f"{self.archive.path}: {error}") from error
+        if stacks and self.to == SLIM:
+            raise ConfigError(
+                f"{self.archive.path}: experts are stored one by one, which only quantized models"
+                f" load; compress the original with --quantize and --dialect {SLIM}"
+            )
+        found: dict[str, list[TensorSource]] = {}
+        for stack, matrices in stacks.items():
+            items = {matrix.name: self._make_weight(matrix.name, layers) for matrix in matrices}
+            found |= {name: [] for name in items}
+            found[matrices[0].name] = [make_stack(stack, matrices, items)]
+        return found
+
+    def _make_weight(self, name: str, layers: Mapping[str, Sequence[str]]) -> TensorSource:
+        layer = name.removesuffix(".weight")
+        if layer in layers:
+            return self._make_item(layer, layers[layer])
+        return as_source(self.archive.select([name])).items[0]
 
     def _describe(self, config: Json, summary: Summary) -> Json:
         if self.to == "dense":

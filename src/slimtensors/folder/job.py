@@ -1,7 +1,7 @@
 """Write a model folder file by file, with one or several processes, resuming interrupted runs."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -30,6 +30,9 @@ _LOG = logging.getLogger(__name__)
 DescribeWeights = Callable[[Json, Summary], Json]
 """Returns the new content of `config.json`, from the old one and the summary of the weights."""
 
+ExtraFiles = Mapping[str, Json | None]
+"""JSON files to write in addition, by name; None: not copied from the source."""
+
 
 def describe_job(archive: Archive, settings: Json) -> Json:
     """Return JSON that identifies a job: its settings, our version, and the state of the source."""
@@ -42,7 +45,12 @@ def describe_job(archive: Archive, settings: Json) -> Json:
 
 
 def build_folder(
-    weights: Weights, target: StrPath, describe: DescribeWeights, *, job: Json | None = None
+    weights: Weights,
+    target: StrPath,
+    describe: DescribeWeights,
+    *,
+    job: Json | None = None,
+    files: ExtraFiles | None = None,
 ) -> Summary:
     """Write a copy of a model folder with new weights; `describe` edits its config.
 
@@ -56,7 +64,7 @@ def build_folder(
     to = locate(target, storage_options=weights.options.storage_options)
     sources = find_paths(weights.archive)
     folder = open_build_folder(to, sources, replace=weights.options.replace)
-    build = _Build(weights, to, folder)
+    build = _Build(weights, to, folder, files or {})
     try:
         if group.rank == 0:
             folder.begin(job)
@@ -82,6 +90,7 @@ def replace_weights(
     *,
     sources: Sequence[StrPath],
     options: FolderOptions,
+    files: ExtraFiles | None = None,
 ) -> Summary:
     """Write a copy of a model folder; `write` writes the new weights into an empty folder."""
 
@@ -100,7 +109,9 @@ def replace_weights(
             record = build.put("files", "weights", write_weights)
             summary = record.summary()
             edit = _edit_with(describe, summary)
-            _copy_other_files(build, original, edit, SingleProcess(), written=record.files)
+            _copy_other_files(
+                build, original, edit, SingleProcess(), written=record.files, files=files or {}
+            )
             build.commit()
         except BaseException:
             build.drop()
@@ -121,15 +132,19 @@ def _copy_other_files(
     group: ProcessGroup,
     *,
     written: Collection[str],
+    files: ExtraFiles,
 ) -> None:
     """Copy all files except weights; `config.json` last, edited. None may be `written` already."""
-    others = find_other_files(source)
+    others = {name: x for name, x in find_other_files(source).items() if name not in files}
     for name in others.keys() & set(written):
         raise FormatError(f"{source}: {name}: also the name of a weight file to be written")
     config = others.pop(CONFIG, None)
     for name, original in others.items():
         build.copy(name, original)
         group.heartbeat()
+    for name, data in files.items():
+        if data is not None:
+            build.write(name, to_json_text(data))
     if config is not None:
         build.write(CONFIG, edit_config_text(config.read(), edit, str(config)))
 
@@ -141,6 +156,7 @@ class _Build:
     weights: Weights
     target: Location
     folder: BuildFolder
+    files: ExtraFiles
 
     def run(self, describe: DescribeWeights) -> Summary:
         """Write the missing weight files; rank 0 then completes the folder."""
@@ -221,7 +237,7 @@ class _Build:
             written.append(index[0])
         edit = _edit_with(describe, summary)
         source, group = weights.archive.location, weights.options.group
-        _copy_other_files(self.folder, source, edit, group, written=written)
+        _copy_other_files(self.folder, source, edit, group, written=written, files=self.files)
         if index is not None:
             self.folder.write(*index)
         self.folder.stamp(summary.files)

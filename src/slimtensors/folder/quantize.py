@@ -1,7 +1,8 @@
-"""Quantize model folders; linear layers are recognized by the names of their tensors."""
+"""Quantize model folders without running the model."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,21 +10,33 @@ from torch import Tensor
 
 from slimtensors.archive import Archive
 from slimtensors.archive.read import open_archive
-from slimtensors.archive.summary import Summary
+from slimtensors.archive.summary import DenseLayer, QuantizationSummary, Summary, count_noun
+from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Bitmask, Huffman, presets
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Choice
-from slimtensors.errors import ConfigError, suggest
+from slimtensors.errors import ConfigError, MissingDependencyError, suggest
+from slimtensors.folder.architecture import Architecture
 from slimtensors.folder.compress import compress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
+    QUANTIZATION_REPORT,
     parse_quantization,
     read_config,
     replace_sections,
 )
 from slimtensors.folder.convert import SLIM, check_config
+from slimtensors.folder.experts import Tensors, divide_experts
 from slimtensors.folder.job import build_folder, describe_job
+from slimtensors.folder.selection import (
+    STACKED,
+    FolderLayer,
+    StockLoader,
+    fits,
+    list_layers,
+)
 from slimtensors.folder.weights import FolderOptions, Weights
+from slimtensors.parallel import Each
 from slimtensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -35,19 +48,16 @@ from slimtensors.quantization import (
 from slimtensors.quantization.affine import check_weight
 from slimtensors.quantization.codec import find_codec_format
 from slimtensors.quantization.config import LAYOUT
-from slimtensors.quantization.layers import (
-    OUTPUT_LAYERS,
-    TRANSPOSED_MODEL_TYPES,
-    find_layer_name,
-    is_expert_stack,
-    is_linear_name,
-)
-from slimtensors.quantization.targets import choose_format, find_group, make_disjoint, matches_any
+from slimtensors.quantization.layers import OUTPUT_LAYERS, TRANSPOSED_MODEL_TYPES
+from slimtensors.quantization.targets import choose_format, make_disjoint, matches_any
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Json, Spec
 
 _LOG = logging.getLogger(__name__)
 _UNPACKED = ("int-quantized", "float-quantized")
+IGNORED = "ignored"
+NOT_TARGETED = "not targeted"
+_NAMED_STACK = "stacked experts that a target names (use slimtensors.quantization.quantize_model)"
 
 
 def quantize_folder(
@@ -60,7 +70,8 @@ def quantize_folder(
 ) -> Summary:
     """Write a model folder with quantized linear layers, rounded to nearest without data.
 
-    Linear layers are those with a matrix called `weight`, except embeddings and routers.
+    Linear layers are those of the model that transformers builds from `config.json`, or else those
+    with a matrix called `weight`, except embeddings; routers and shared weights stay dense.
 
     Args:
         source: model folder, its index file, a URL, or an open archive of one of them.
@@ -89,24 +100,44 @@ def quantize_folder(
     model_config = read_config(archive.location)
     if dialect != SLIM:
         check_config(model_config, archive.path)
+    if parse_quantization(model_config) is not None:
+        raise ConfigError(
+            f"{archive.path}: already quantized; use slimtensors convert --to dense first"
+        )
+    architecture = _build_architecture(archive, model_config)
+    tensors: Tensors = archive
+    make_source: Callable[[Archive], ArchiveSource] = as_source
     try:
-        _check_model(model_config)
-        layers = QuantizedLayers.find(archive, config)
+        _check_model(model_config, architecture)
+        if (
+            architecture is not None
+            and dialect != SLIM
+            and (divided := divide_experts(archive, architecture)) is not None
+        ):
+            tensors, architecture, make_source = divided, divided.architecture, divided.make_source
+        layers = QuantizedLayers.find(tensors, config, architecture, for_others=dialect != SLIM)
         section = {} if dialect == SLIM else layers.make_config().to_dict()
     except ConfigError as error:
         raise ConfigError(f"{archive.path}: {error}") from error
     key = config.to_dict()
+    quantization = layers.summarize(tensors)
+    files = {QUANTIZATION_REPORT: quantization.to_json()}
     if dialect == SLIM:
         options = options.with_preset(layers.choose_coded)
-        return compress_with(archive, target, options, preset_key=key, is_lossy=True)
-    options = options.with_preset(layers.choose_plain, dialect)
-    settings = {"quantize": key, "dialect": dialect, "max_shard_size": options.max_shard_size}
-    return build_folder(
-        Weights(archive, options),
-        target,
-        lambda config, _: replace_sections(config, section),
-        job=describe_job(archive, settings),
-    )
+        summary = compress_with(
+            archive, target, options, preset_key=key, is_lossy=True, files=files
+        )
+    else:
+        options = options.with_preset(layers.choose_plain, dialect)
+        settings = {"quantize": key, "dialect": dialect, "max_shard_size": options.max_shard_size}
+        summary = build_folder(
+            Weights(archive, options, lambda part: layers.split_rows(make_source(part))),
+            target,
+            lambda config, _: replace_sections(config, section),
+            job=describe_job(archive, settings),
+            files=files,
+        )
+    return replace(summary, quantization=quantization)
 
 
 @dataclass(frozen=True)
@@ -116,44 +147,74 @@ class QuantizedLayers:
     config: QuantizationConfig
     groups: Mapping[str, str]
     """Tensor to quantize -> group of the config."""
-    unquantized: Sequence[str]
-    """Layers with matrices that are not quantized."""
+    layers: Sequence[FolderLayer]
+    """All layers of the folder and of its model."""
+    dense: Mapping[str, str]
+    """Layer that is not quantized -> reason."""
+    architecture: Architecture | None = None
+    """The model of the folder; None if layers are recognized by the names of tensors."""
 
     @classmethod
-    def find(cls, archive: Archive, config: QuantizationConfig) -> "QuantizedLayers":
-        """Match layers and groups; raise if a group matches nothing, or a layer does not fit."""
-        _check_targets(archive, config)
-        tied = archive.tied()
-        groups: dict[str, str] = {}
-        unquantized: list[str] = []
-        for name in archive:
-            spec = archive.spec(name)
-            if name in tied:
-                continue
-            if (layer := find_layer_name(name, spec)) is None:
-                _check_not_targeted(name, spec, config)
-                continue
-            classes = ["Linear"] if is_linear_name(layer) else []
-            group = find_group(config.config_groups, config.ignore, layer, classes)
+    def find(
+        cls,
+        archive: Tensors,
+        config: QuantizationConfig,
+        architecture: Architecture | None = None,
+        *,
+        for_others: bool = True,
+    ) -> "QuantizedLayers":
+        """Match layers and groups; raise if a group matches nothing, or a layer does not fit.
+
+        If transformers and vLLM are to load the result, layers that they cannot load quantized, or
+        that would not get smaller, are left dense.
+        """
+        layers = list_layers(archive, architecture, for_others=for_others)
+        _check_targets(layers, config, archive)
+        chosen: dict[FolderLayer, str] = {}
+        dense: dict[str, str] = {}
+        refused: dict[str, list[str]] = {}
+        for layer in layers:
+            group = layer.find_group(config)
             args = config.config_groups[group].weights if group else None
             if group is None or args is None:
-                unquantized.append(layer)
-                continue
-            if name in tied.values():
-                raise ConfigError(
-                    f"{layer}: shares its weight with another layer; add it to ignore"
-                )
-            _check_weight(layer, spec, args)
-            groups[name] = group
-        for group, scheme in sorted(config.config_groups.items()):
-            if group not in groups.values() and not scheme.is_empty:
-                targets = ", ".join(scheme.targets)
-                raise ConfigError(
-                    f"{group}: no layer matches {targets}, or all matches are ignored"
-                )
-        if not groups:
-            raise ConfigError("the config quantizes nothing: all of its groups are empty")
-        return cls(config, groups, unquantized)
+                dense[layer.name] = IGNORED if layer.matches(config.ignore) else NOT_TARGETED
+            elif layer.dense == STACKED and matches_any(
+                config.config_groups[group].targets, layer.name, ()
+            ):
+                refused.setdefault(_NAMED_STACK, []).append(layer.tensor)
+            elif layer.dense:
+                dense[layer.name] = layer.dense
+            elif (problem := _find_problem(layer.spec, args)) is not None:
+                refused.setdefault(problem, []).append(layer.name)
+            else:
+                chosen[layer] = group
+        if refused:
+            raise ConfigError(_describe_refused(refused))
+        if for_others:
+            stock = StockLoader(archive, config, architecture)
+            for layer, reason in stock.find_unloadable(chosen).items():
+                dense[layer.name] = reason
+                del chosen[layer]
+            stock.check_conversions(chosen)
+            _check_experts({group for layer, group in chosen.items() if layer.stack})
+        _check_groups(config, set(chosen.values()), dense)
+        groups = {layer.tensor: group for layer, group in chosen.items()}
+        return cls(config, groups, layers, dense, architecture)
+
+    def split_rows(self, source: ArchiveSource) -> ArchiveSource:
+        """Return the tensors to write; a tensor with several quantized layers is split."""
+        parts: dict[str, list[FolderLayer]] = {}
+        for layer in self.layers:
+            parts.setdefault(layer.part_of, []).append(layer)
+        split = {layer.part_of for layer in self.layers if layer.tensor in self.groups} - {""}
+        if not split:
+            return source
+        source = source.expand_copies()
+        items: list[TensorSource] = []
+        for item in source.items:
+            layers = parts[item.name] if item.name in split else []
+            items += [_select_rows(item, layer) for layer in layers] or [item]
+        return replace(source, items=items)
 
     def choose_plain(self, name: str, x: Tensor) -> Choice:
         """Return the plan for compressed-tensors; None for tensors that are not quantized."""
@@ -175,25 +236,81 @@ class QuantizedLayers:
             for name, scheme in self.config.config_groups.items()
             if not scheme.is_empty
         }
-        layers = {name.removesuffix(".weight"): group for name, group in self.groups.items()}
-        unlisted = [x for x in self.unquantized if not matches_any(self.config.ignore, x, ())]
-        if not any(
-            matches_any([OUTPUT_LAYERS], layer, ()) for layer in (*layers, *self.unquantized)
-        ):
-            unlisted.append(OUTPUT_LAYERS)
+        quantized = {
+            name: (self.groups[layer.tensor], layer.classes)
+            for layer in self.layers
+            if layer.tensor in self.groups
+            for name in layer.names
+        }
+        unlisted = [
+            name
+            for layer in self.layers
+            if layer.tensor not in self.groups
+            for name in self._list_names(layer)
+            if name not in quantized and not matches_any(self.config.ignore, name, layer.classes)
+        ]
+        has_output = any(layer.is_output for layer in self.layers)
+        if not has_output and not any(matches_any([OUTPUT_LAYERS], x, ()) for x in quantized):
+            unlisted.append(OUTPUT_LAYERS)  # a tied one, if the folder is loaded in such a class
         return replace(
             self.config,
-            config_groups=make_disjoint(
-                groups, {x: (group, ("Linear",)) for x, group in layers.items()}
-            ),
+            config_groups=self._name_experts(make_disjoint(groups, quantized)),
             format=formats.merge(str(scheme.format) for scheme in groups.values()),
             quantization_status=QuantizationStatus.COMPRESSED,
-            ignore=[*self.config.ignore, *unlisted],
+            ignore=[*self.config.ignore, *dict.fromkeys(unlisted)],
             version=LAYOUT,
+        )
+
+    def _list_names(self, layer: FolderLayer) -> list[str]:
+        """Return the names of a layer in the model, in its base model and in the files."""
+        names = list(layer.names)
+        prefix = f"{self.architecture.model.base_model_prefix}." if self.architecture else ""
+        if layer.name.startswith(prefix):
+            names.append(layer.name.removeprefix(prefix))
+        return names
+
+    def _name_experts(self, groups: dict[str, QuantizationScheme]) -> dict[str, QuantizationScheme]:
+        """Return the groups with targets by which transformers finds the group of the experts."""
+        experts = [x for x in self.layers if x.stack and x.tensor in self.groups]
+        used = {self.groups[layer.tensor] for layer in experts}
+        if used <= {_find_expert_group(groups)}:
+            return groups
+        (group,) = used
+        patterns = {f"re:{_replace_numbers(re.escape(x.name), r'[0-9]+')}$" for x in experts}
+        targets = [*groups[group].targets, *sorted(patterns)]
+        named = {**groups, group: groups[group].with_targets(targets)}
+        if _find_expert_group(named) != group:
+            raise ConfigError(f"transformers would not load the experts by the group {group}")
+        return named
+
+    def summarize(self, archive: Tensors) -> QuantizationSummary:
+        """Return how much of the folder is quantized, and which linear layers stay dense."""
+        tied = archive.tied()
+        sizes = {name: 0 if name in tied else archive.spec(name).numel for name in archive}
+        dense = [
+            DenseLayer(
+                layer.tensor if layer.dense == STACKED else layer.name,
+                self.dense[layer.name],
+                0 if layer.tensor in tied or not layer.tensor else layer.spec.numel,
+            )
+            for layer in self.layers
+            if layer.tensor not in self.groups and layer.is_linear
+        ]
+        quantized = sum(x.spec.numel for x in self.layers if x.tensor in self.groups)
+        return QuantizationSummary(
+            len(self.groups) + len(dense), sum(sizes.values()), quantized, dense
         )
 
     def _scheme(self, name: str) -> QuantizationScheme | None:
         return self.config.config_groups[self.groups[name]] if name in self.groups else None
+
+
+def _find_expert_group(groups: Mapping[str, QuantizationScheme]) -> str:
+    """Return the group whose scheme transformers applies to all experts that it merges."""
+    patterns = {name: [t for t in x.targets if t.startswith("re:")] for name, x in groups.items()}
+    by_name = (x for x, targets in patterns.items() if any("experts" in t for t in targets))
+    by_class = (x for x, targets in patterns.items() if len(targets) < len(groups[x].targets))
+    return next(by_name, None) or next(by_class, None) or next(iter(groups))
 
 
 def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
@@ -219,15 +336,27 @@ def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationC
     return requested
 
 
-def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
+def _build_architecture(archive: Archive, config: Json) -> Architecture | None:
+    """Return the architecture of a folder; None, with a warning, if only names are known."""
+    try:
+        architecture = Architecture.build(config)
+    except (ConfigError, MissingDependencyError) as error:
+        reason = str(error)
+    else:
+        if fits(archive, architecture):
+            return architecture
+        reason = f"most tensors do not belong to {type(architecture.model).__name__}"
+    _LOG.warning("%s: layers are recognized by the names of tensors: %s", archive.path, reason)
+    return None
+
+
+def _check_targets(
+    layers: Sequence[FolderLayer], config: QuantizationConfig, archive: Tensors
+) -> None:
     """Raise for a target, and warn of an ignored layer, that matches nothing."""
-    matrices = [
-        x for name in archive if (x := find_layer_name(name, archive.spec(name))) is not None
-    ]
-    layers = [(layer, ["Linear"] if is_linear_name(layer) else []) for layer in matrices]
     for group, scheme in config.config_groups.items():
         for target in scheme.targets:
-            if not any(matches_any([target], *layer) for layer in layers):
+            if not any(layer.matches([target]) for layer in layers):
                 raise ConfigError(
                     f"{group}: no layer matches {target}; folders support only the class Linear"
                 )
@@ -235,35 +364,87 @@ def _check_targets(archive: Archive, config: QuantizationConfig) -> None:
             raise ConfigError(f"{group}: actorder needs the method gptq and calibration data")
     owners = {name.rpartition(".")[0] for name in archive}
     for target in config.ignore:
-        is_absent = not any(matches_any([target], owner, ["Linear"]) for owner in owners)
-        if is_absent and not matches_any([OUTPUT_LAYERS], target, ()):
+        if (
+            not any(layer.matches([target]) for layer in layers)
+            and not any(matches_any([target], owner, ["Linear"]) for owner in owners)
+            and not matches_any([OUTPUT_LAYERS], target, ())
+        ):
             _LOG.warning("%s: %r in ignore matches no layer", archive.path, target)
 
 
-def _check_not_targeted(name: str, spec: Spec, config: QuantizationConfig) -> None:
-    """Raise if a group matches a tensor that cannot be quantized without the model."""
-    layer = name.rpartition(".")[0]
-    classes = ["Linear"] if is_expert_stack(name, spec) else []
-    is_weight = bool(classes) or (name.endswith(".weight") and len(spec.shape) > 2)
-    if is_weight and find_group(config.config_groups, config.ignore, layer, classes):
+def _check_groups(
+    config: QuantizationConfig, used: Collection[str], dense: Mapping[str, str]
+) -> None:
+    """Raise if a group quantizes no layer."""
+    for group, scheme in sorted(config.config_groups.items()):
+        if group not in used and not scheme.is_empty:
+            reasons = sorted(set(dense.values()) - {NOT_TARGETED})
+            raise ConfigError(
+                f"{group}: no layer matches {', '.join(scheme.targets)} and can be quantized;"
+                f" layers left dense: {', '.join(reasons) or 'none'}"
+            )
+    if not used:
+        raise ConfigError("the config quantizes nothing: all of its groups are empty")
+
+
+def _describe_refused(refused: Mapping[str, Sequence[str]]) -> str:
+    """Return one message about all layers that cannot be quantized, by reason."""
+    count = count_noun(sum(map(len, refused.values())), "layer")
+    reasons = [f"  {_list_names(names)}: {reason}" for reason, names in refused.items()]
+    head = f"{count} cannot be quantized; change the scheme or add to ignore:"
+    return "\n".join([head, *reasons])
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """Return the names; those that differ in numbers only are counted: `layers.*.mlp.up (32)`."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(_replace_numbers(name, "*"), []).append(name)
+    return ", ".join(
+        f"{pattern} ({len(group)})" if len(group) > 1 else group[0]
+        for pattern, group in alike.items()
+    )
+
+
+def _select_rows(item: TensorSource, layer: FolderLayer) -> TensorSource:
+    """Return the weight of a layer that is a part of a tensor."""
+    rows = slice(layer.first_row, layer.first_row + layer.spec.shape[0])
+
+    def read(each: Each) -> Tensor:
+        x = item.read(each)
+        assert isinstance(x, Tensor), "archives return tensors"
+        return x[rows].clone()
+
+    return replace(item, name=layer.tensor, spec=layer.spec, read=read)
+
+
+def _replace_numbers(name: str, by: str) -> str:
+    """Return the name of a layer with all of its indexes replaced."""
+    return re.sub(r"(?<![^.])\d+(?![^.\\])", by, name)
+
+
+def _check_experts(groups: Collection[str]) -> None:
+    """Raise if experts that are merged on load are in several groups."""
+    if len(groups) > 1:
         raise ConfigError(
-            f"{name}: tensors of shape {spec.shape} cannot be quantized without the model; add"
-            f" {layer} to ignore, or use slimtensors.quantization.quantize_model"
+            f"experts are in the groups {' and '.join(sorted(groups))}, but transformers and vLLM"
+            " apply one scheme to all of them; target them in one group"
         )
 
 
-def _check_weight(layer: str, spec: Spec, args: QuantizationArgs) -> None:
+def _find_problem(spec: Spec, args: QuantizationArgs) -> str | None:
+    """Return why a weight cannot be quantized with these arguments; None if it can."""
     try:
         check_weight(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), args)
     except ConfigError as error:
-        raise ConfigError(f"{layer}: {error}; or add the layer to ignore") from error
+        return str(error)
+    return None
 
 
-def _check_model(config: Json) -> None:
-    if parse_quantization(config) is not None:
-        raise ConfigError("already quantized; use slimtensors convert --to dense first")
-    if config.get("model_type") in TRANSPOSED_MODEL_TYPES:
+def _check_model(config: Json, architecture: Architecture | None) -> None:
+    model_type = config.get("model_type")
+    if architecture is None and model_type in list(TRANSPOSED_MODEL_TYPES):  # may be unhashable
         raise ConfigError(
-            f"weights of {config['model_type']} are transposed, which is not supported for folders;"
+            f"weights of {model_type} are transposed, which is not supported for folders;"
             " use slimtensors.quantization.quantize_model"
         )

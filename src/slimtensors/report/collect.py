@@ -26,6 +26,7 @@ from slimtensors.report.data import (
     Report,
     TensorReport,
     Variant,
+    read_quantization_report,
     read_recipe,
 )
 from slimtensors.report.sources import ModelTensors, StoredTensor, open_tensors
@@ -61,7 +62,11 @@ def collect(
     variant = collect_variant(
         source, title, against=against, keep=keep, threads=threads, progress=progress
     )
-    return replace(new_report(title, [variant]), recipe=read_recipe(source))
+    return replace(
+        new_report(title, [variant]),
+        recipe=read_recipe(source),
+        quantization=read_quantization_report(source),
+    )
 
 
 def collect_variant(

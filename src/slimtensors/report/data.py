@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from slimtensors.archive.summary import TensorSummary
+from slimtensors.archive.summary import QuantizationSummary, TensorSummary
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError, report_malformed
+from slimtensors.folder.compress import is_model_folder
+from slimtensors.folder.config_json import QUANTIZATION_REPORT, resolve_folder
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.recipe.report import REPORT_FILE, LayerState
-from slimtensors.storage import StrPath, local_path, read_bytes, write_json
+from slimtensors.storage import StrPath, local_path, locate, read_bytes, write_json
 from slimtensors.tensor import Json
 
 FORMAT, VERSION = "slimtensors report", 1
@@ -160,6 +162,8 @@ class Report:
     checkpoints: Sequence[CheckpointReport] = ()
     recipe: Json | None = None
     """The report of a recipe (`docs/schemas/recipe-report.json`)."""
+    quantization: QuantizationSummary | None = None
+    """Which linear layers of a quantized folder stay dense."""
 
     def to_json(self) -> Json:
         """Return a JSON object."""
@@ -176,6 +180,7 @@ class Report:
                 for point in self.checkpoints
             ],
             "recipe": self.recipe,
+            "quantization": self.quantization and self.quantization.to_json(),
         }
 
     @classmethod
@@ -189,6 +194,7 @@ class Report:
                 f"unsupported report version {found}; upgrade slimtensors"
             )
         with report_malformed("incomplete report"):
+            quantization = data.get("quantization")  # not in reports of version 0.1
             report = cls(
                 data["title"],
                 data["created"],
@@ -196,6 +202,7 @@ class Report:
                 [Variant.from_json(variant) for variant in data["variants"]],
                 [CheckpointReport(**point) for point in data["checkpoints"]],
                 data["recipe"],
+                QuantizationSummary.from_json(quantization) if quantization else None,
             )
             if not all(isinstance(x, str) for x in (report.title, report.created, report.writer)):
                 raise CorruptFileError("title, created and writer must be text")
@@ -240,6 +247,18 @@ def read_recipe(source: StrPath) -> Json | None:
     with report_malformed(f"{path}: incomplete recipe report"):
         _check_recipe(data)
     return data
+
+
+def read_quantization_report(source: StrPath) -> QuantizationSummary | None:
+    """Return which layers of a quantized folder stay dense, or None if it is not recorded."""
+    if not is_model_folder(source):
+        return None
+    folder = resolve_folder(locate(source))
+    if QUANTIZATION_REPORT not in folder.files():
+        return None
+    file = folder.child(QUANTIZATION_REPORT)
+    with report_malformed(str(file)):
+        return QuantizationSummary.from_json(json.loads(file.read()))
 
 
 def _check_recipe(data: Json) -> None:

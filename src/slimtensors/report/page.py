@@ -19,6 +19,7 @@ _SCRIPTS = (
     "detail",
     "checkpoints",
     "recipe",
+    "quantization",
     "main",
 )
 """In order of dependency."""

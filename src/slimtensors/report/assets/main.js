@@ -31,7 +31,7 @@ function headline(variant) {
 function drawTop(variant) {
   const made = new Date(report.created);
   const when = Number.isNaN(made.getTime()) ? report.created : made.toISOString().slice(0, 16).replace("T", " ");
-  const links = [["variants", "Variants"], ["recipe", "Recipe"], ["bytes", "Bytes"], ["layers", "Layers"], ["spread", "Weights"], ["checkpoints", "Checkpoints"], ["tensors", "Tensors"]]
+  const links = [["variants", "Variants"], ["recipe", "Recipe"], ["dense", "Dense layers"], ["bytes", "Bytes"], ["layers", "Layers"], ["spread", "Weights"], ["checkpoints", "Checkpoints"], ["tensors", "Tensors"]]
     .filter(([id]) => !$(id).hidden)
     .map(([id, name]) => h("a", { href: `#${id}` }, name));
   const several = report.variants.length > 1;
@@ -88,6 +88,7 @@ function draw() {
   const variant = report.variants[chosen];
   drawVariants();
   drawRecipe(report.recipe);
+  drawDenseLayers(report.quantization);
   drawCheckpoints(report.checkpoints);
   if (variant) {
     const open = (tensor) => openDetail(report, variant, tensor);

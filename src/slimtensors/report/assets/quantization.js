@@ -1,0 +1,12 @@
+// Linear layers that a quantized folder stores dense, and why.
+
+function drawDenseLayers(quantization) {
+  if (!quantization) return;
+  const { linear_layers: layers, parameters, dense_layers: dense } = quantization;
+  const part = (count) => share(count / (parameters || 1));
+  const about = `${dense.length} of ${layers.toLocaleString("en")} linear layers stay dense. ${part(quantization.quantized_parameters)} of all parameters are quantized.`;
+  const head = [["layer"], ["reason"], ["parameters"], ["share", "Share of all parameters"]];
+  const largest = [...dense].sort((a, b) => b.parameters - a.parameters);
+  const rows = largest.map((layer) => [layer.name, layer.reason, layer.parameters.toLocaleString("en"), part(layer.parameters)]);
+  section("dense", "Dense layers", about, rows.length ? recipeTable(head, rows, 2) : null);
+}
