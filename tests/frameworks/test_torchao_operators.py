@@ -299,7 +299,8 @@ WORDS = {"c": "compressed", "d": "dense", "w": "dense, warns", "r": "refused"}
 
 def read_table():
     """Return the table of operators in the docs, as cells by operator and heading."""
-    lines = COMPATIBILITY.read_text().split("## torchao")[1].splitlines()
+    section = COMPATIBILITY.read_text().split("\n## torchao")[1].split("\n## ")[0]
+    lines = section.splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     first = next(i for i, row in enumerate(rows) if row[0] == "operator")
     headings = rows[first][1:]
