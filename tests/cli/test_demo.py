@@ -212,14 +212,18 @@ def test_exit_code_4_without_transformers(tmp_path):
 @pytest.mark.slow
 def test_exit_code_130_if_interrupted_and_no_leftovers(tmp_path):
     command = [*COMMAND, "--steps", "4000", "--quick", "-o", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    for _ in range(6000):
-        if list(tmp_path.glob(".*/checkpoints")):
-            break
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        try:
+            for _ in range(6000):
+                if list(tmp_path.glob(".*/checkpoints")):
+                    break
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out) == (130, "")
     assert err == "slimtensors: interrupted\n"
     assert list(tmp_path.iterdir()) == []

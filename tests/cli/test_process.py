@@ -16,6 +16,7 @@ from models import weights
 from safetensors.torch import save_file
 
 import slimtensors
+from slimtensors.cli import main
 
 COMMAND = [sys.executable, "-m", "slimtensors"]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -141,6 +142,21 @@ def test_exit_code_130_if_interrupted_while_torch_is_imported(source, command):
     )
     result = (done.returncode, done.stdout, done.stderr)
     assert result == (130, "", "slimtensors: interrupted\n")
+
+
+class InterruptedWhenFreed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)  # Python prints this exception and ignores it
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch, capsys):
+    def run(options):
+        InterruptedWhenFreed()
+        time.sleep(60)
+
+    monkeypatch.setattr("slimtensors.cli.codecs.run", run)
+    assert main(["codecs"]) == 130
+    assert capsys.readouterr().err == "slimtensors: interrupted\n"
 
 
 def wait_for(condition, process):

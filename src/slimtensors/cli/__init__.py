@@ -1,9 +1,12 @@
 """The command line: one file per verb, imported when the verb is used."""
 
+import _thread
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -42,8 +45,29 @@ _NOISY = ("torchao", "torch.utils._pytree")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    with escape_output():
+    with escape_output(), _repeat_lost_interrupts():
         return _run(arguments)
+
+
+@contextmanager
+def _repeat_lost_interrupts() -> Iterator[None]:
+    """Interrupt again if a KeyboardInterrupt was raised where Python ignores exceptions.
+
+    A signal that arrives while a `__del__` runs would otherwise be printed and forgotten.
+    """
+    hook = sys.unraisablehook
+
+    def repeat(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            threading.Timer(0.05, _thread.interrupt_main).start()  # in this hook it would be lost
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _run(arguments: Sequence[str] | None) -> int:
