@@ -11,7 +11,13 @@ from reliability_tools import leftovers, run_program
 
 import slimtensors
 from slimtensors.folder.compress import compress_folder
-from slimtensors.storage import remove_leftovers, replace_folder, temporary_folder, temporary_name
+from slimtensors.storage import (
+    atomic,
+    remove_leftovers,
+    replace_folder,
+    temporary_folder,
+    temporary_name,
+)
 from slimtensors.storage.atomic import (
     REPLACED_SUFFIX,
     TEMPORARY_SUFFIX,
@@ -168,3 +174,24 @@ def test_without_locks_no_leftovers_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", fail)
     slimtensors.save({"x": torch.ones(9)}, tmp_path / "x")
     assert left.exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_files_added_while_a_folder_is_merged_are_kept(tmp_path, monkeypatch, is_there):
+    target = tmp_path / "x"
+    if is_there:
+        target.mkdir()
+    sync_tree = atomic.sync_tree
+
+    def add_files(folder):
+        sync_tree(folder)
+        (target / "notes").mkdir(parents=True, exist_ok=True)
+        (target / "notes" / "text").write_text("added")
+        (target / "new").write_text("old")
+
+    monkeypatch.setattr(atomic, "sync_tree", add_files)
+    with create_folder(target, merge=True) as folder:
+        (folder / "new").write_text("new")
+    assert (target / "notes" / "text").read_text() == "added"
+    assert (target / "new").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]

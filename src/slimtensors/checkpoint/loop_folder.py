@@ -192,10 +192,11 @@ class LoopFolder:
         path = self.run / self._name.format(step)
         if problem := self.integrity.find_damage(path):
             set_aside(path, problem)
-        if merge and path.is_dir() and not path.is_symlink() and not _contains_model(path):
-            return path
         if not _is_taken(path) or any(path == point.path for point in list_checkpoints(self.run)):
             return path  # saving raises if an intact checkpoint has this name
+        # Checked last: a callback of the training thread may have just created the folder.
+        if merge and path.is_dir() and not path.is_symlink() and not _contains_model(path):
+            return path
         names = (f"{path.name}-{i}" for i in itertools.count(2))
         free = next(self.run / name for name in names if not _is_taken(self.run / name))
         _log.warning("%s was not written by this version; saving to %s", path, free.name)

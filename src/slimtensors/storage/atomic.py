@@ -122,15 +122,19 @@ def create_folder(
         yield folder
         if merge and target.is_dir():
             _keep_files(target, folder)
-        commit_folder(folder, target, replace=replace or merge)
+        commit_folder(folder, target, replace=replace or merge, merge=merge)
 
 
 def _keep_files(old: Path, new: Path) -> None:
-    """Link or copy the files of a folder that another one lacks."""
+    """Link or copy the files and folders of a folder that another one lacks."""
     for path in old.rglob("*"):
         kept = new / path.relative_to(old)
-        if (path.is_symlink() or not path.is_dir()) and not os.path.lexists(kept):
-            kept.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(kept):
+            continue
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            kept.mkdir(exist_ok=True)
+        else:
             link_or_copy(path, kept)
 
 
@@ -161,14 +165,17 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
+def commit_folder(
+    folder: Path, target: Path, *, replace: bool = False, merge: bool = False
+) -> None:
     """Sync a complete folder and rename it to `target`.
 
-    It replaces an empty folder or, with `replace`, any folder, file or link.
+    It replaces an empty folder or, with `replace`, any folder, file or link. With `merge`, files
+    that were added to that folder in the meantime are kept.
     """
     sync_tree(folder)
     if replace and os.path.lexists(target):
-        replace_folder(folder, target)
+        replace_folder(folder, target, merge=merge)
         return
     _keep_mode(folder, target)
     try:
@@ -176,12 +183,17 @@ def commit_folder(folder: Path, target: Path, *, replace: bool = False) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        if merge:
+            replace_folder(folder, target, merge=True)
+            return
         raise ConfigError(f"{target} was written by another process in the meantime") from error
     sync_folder(target.parent)
 
 
-def replace_folder(new: Path, old: Path) -> None:
+def replace_folder(new: Path, old: Path, *, merge: bool = False) -> None:
     """Rename the complete folder `new` to `old`, and remove what had that name before.
+
+    With `merge`, files that only the old folder contains are kept.
 
     That may be a folder, a file, or a link, which is not followed. This is one step where the file
     system supports exchanging names. Elsewhere, a process that is killed between two steps leaves
@@ -200,6 +212,8 @@ def replace_folder(new: Path, old: Path) -> None:
                 obsolete.rename(old)
             raise
     sync_folder(old.parent)
+    if merge and obsolete.is_dir() and not obsolete.is_symlink():
+        _keep_files(obsolete, old)
     if obsolete.is_symlink() or obsolete.is_file():
         obsolete.unlink()
     else:
