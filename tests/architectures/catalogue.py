@@ -127,7 +127,10 @@ def find(model_type: str, kind: str | None = None) -> Tiny:
     for config in _candidates(model_type, errors):
         if sum(size for size, _ in built) > MAX_PARAMETERS:
             break
-        for tiny in _list_models(model_type, config, kind):
+        models = list(_list_models(model_type, config, kind))
+        if not models:
+            raise CannotBuildError(f"{model_type}: no model class")
+        for tiny in models:
             try:
                 with torch.device("meta"):
                     model = tiny.model_class(copy.deepcopy(config))
@@ -143,22 +146,23 @@ def find(model_type: str, kind: str | None = None) -> Tiny:
             else:
                 return tiny
     if not built:
-        raise CannotBuildError(f"{model_type}: {errors[0] if errors else 'no model class'}")
+        raise CannotBuildError(f"{model_type}: {errors[0]}")
     return min(built, key=lambda pair: pair[0])[1]
 
 
 def _list_models(model_type: str, config: PretrainedConfig, kind: str | None) -> Iterator[Tiny]:
     for name, mapping in KINDS.items():
-        classes = getattr(modeling_auto, mapping)
-        if kind not in (None, name) or type(config) not in classes:
+        known = getattr(modeling_auto, mapping)
+        if kind not in (None, name) or type(config) not in known:
             continue
         try:
-            found = classes[type(config)]
+            found = known[type(config)]
         except ValueError:  # the mapping names a class that transformers does not have
             continue
-        for model_class in found if isinstance(found, list | tuple) else [found]:
-            yield Tiny(model_type, name, model_class, config)
-        return
+        classes = found if isinstance(found, list | tuple) else [found]
+        yield from (Tiny(model_type, name, model_class, config) for model_class in classes)
+        if any(isinstance(config, model_class.config_class) for model_class in classes):
+            return  # else a class that needs the config of a part, such as that of the decoder
     if kind is None:
         for model_class in _find_classes(type(config)):
             yield Tiny(model_type, "part", model_class, config)
@@ -254,14 +258,157 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
         "num_feature_levels": 3,
     },
     dict.fromkeys((*_NUMBERS, "hidden_sizes"), None) | {"num_hidden_layers": 2, "vocab_size": 128},
+    {"rope_parameters.+mrope_section": [2, 3, 3]},
 )
 """Values that some models need: a number or list, or None to keep that of the default config."""
+
+_COMPASS_ROPE = {
+    kind: {"rope_type": "default", "rope_theta": 10000.0}
+    for kind in ("full_attention", "sliding_attention")
+}
+_DOTS_TOWERS = {
+    "adapter_in_dim": 64,
+    "adapter_input_size": 64,
+    "adapter_out_dim": 64,
+    "conv_output_size": 128,
+    "downsample_hidden_size": 8,
+    "num_key_value_heads": 4,
+    "per_layer_config": {},
+}
+_ERNIE_EXPERTS = {"moe_intermediate_size": [64, 32], "moe_k": 2}
+_FLORENCE_STAGES = {"embed_dim": [32, 32, 64, 64], "num_heads": [2] * 4, "num_groups": [2] * 4}
+_LARGE4_LAYERS = {
+    "kv_source_layers": [0, 0],
+    "indexer_types": ["full", "full"],
+    "no_rope_layers": [1, 1],
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_CODEC = {"quantization_dim": 64, "encoder_hidden_size": 4, "output_hidden_size": 64}
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+    "ngram_vocab_size_base": 128,
+    "split_ngram_parts": 4,
+}
+_VIBEVOICE = {"num_filters": 2, "depths": [1] * 7}
+_OWN: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 5},
+    "cohere2_vision": {"alignment_intermediate_size": 128},
+    "cohere_compass": {
+        "text_config.rope_parameters": _COMPASS_ROPE,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "cohere_compass_text": {"rope_parameters": _COMPASS_ROPE},
+    "cosmos3_edge": {"projector_hidden_size": 64},
+    "cpmant": {"dim_ff": 128},
+    "csm": {"num_filters": 4, "num_codebooks": 4, "num_quantizers": 4},
+    "dbrx": {"attn_config.+rope_theta": 10000.0, "attn_config.+clip_qkv": 8.0, "moe_top_k": 2},
+    "depth_anything": {},  # with the backbone of the default config
+    "depth_pro": {
+        "fusion_hidden_size": 32,
+        "intermediate_feature_dims": [32, 32],
+        "intermediate_hook_ids": [1, 0],
+        "scaled_images_feature_dims": [32, 32, 32],
+    },
+    "dots3_note": _DOTS_TOWERS,
+    "dots3_note_audio_encoder": _DOTS_TOWERS,
+    "dots3_note_text": _DOTS_TOWERS,
+    "dots3_note_vision_encoder": _DOTS_TOWERS,
+    "efficientnet": {"hidden_dim": 320},
+    "ernie4_5_vl_moe": _ERNIE_EXPERTS | {"text_config.rope_parameters.+mrope_section": [2, 2, 4]},
+    "ernie4_5_vl_moe_text": _ERNIE_EXPERTS | {"rope_parameters.+mrope_section": [2, 2, 4]},
+    "esm": {"pad_token_id": 1, "mask_token_id": 4, "vocab_size": 33},
+    "esmfold2": {
+        "pair_transition_intermediate_size": 64,
+        "pairwise_hidden_size": 64,
+        "folding_trunk_num_hidden_layers": 2,
+        "pair_intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "hidden_size": None,
+        "output_dim": None,
+        "esmc_config.hidden_size": 64,
+        "esmc_config.head_dim": 16,
+        "num_attention_heads": None,
+        "esmc_config.num_attention_heads": 4,
+    },
+    "florence2": _FLORENCE_STAGES,
+    "florence_vision": _FLORENCE_STAGES,
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
+    "gemma3n_text": {
+        "activation_sparsity_pattern": [0.95, 0.0],
+        "intermediate_size": [128, 128],
+        "laurel_rank": 16,
+    },
+    "glm5_next": {"projection_intermediate_size": 128, "num_key_value_heads": 4},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [0, 1],
+        "downsample_rate": "2/4",
+    },
+    "hgnet_v2": {"hidden_sizes": None},
+    "inkling2": {"text_hidden_size": 64},
+    "lightglue": {"descriptor_dim": 64, "hidden_size": 64, "descriptor_decoder_dim": 64},
+    "longcat_flash": {"head_dim": 8},
+    "mistral_large4": _LARGE4_LAYERS,
+    "mistral_large4_text": _LARGE4_LAYERS,
+    "molmo2": {"vision_feature_layer": [1, 0], "text_hidden_size": 64, "rope_scaling_layers": [0]},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "moonshine_streaming": {"+num_key_value_heads": 4, "sliding_windows": [[16, 4], [16, 0]]},
+    "muse_spark": {
+        "projector_hidden_size": 64,
+        "moe_hidden_size": 64,
+        "audio_config.num_hidden_layers": 4,
+        "layer_rope_theta": [500000.0, 0],
+    },
+    "nemo_speechlm": {
+        "audio_hidden_size": 64,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "full_attention"],
+        "text_config.head_dim": 16,
+        "mamba_head_dim": 16,
+        "mamba_num_heads": 8,
+        "n_groups": 1,
+    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "nemotron_h_omni": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "patch_size": None,
+    },
+    "nemotron3_5_transcribe_audio": {"audio_hidden_size": 64},
+    "neucodec": _CODEC,
+    "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2},
+    "phi4_multimodal": {"nemo_conv_channels": 64},
+    "prompt_depth_anything": {},
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "step3p5_vision": {"mlp_ratio": 2.0},
+    "step3p7": {"mlp_ratio": 2.0, "text_config.+sliding_window": 16},
+    "t5gemma2_encoder": {"text_config.+dropout_rate": 0.0},
+    "vibevoice": _VIBEVOICE,
+    "vibevoice_acoustic_tokenizer": _VIBEVOICE,
+    "vibevoice_acoustic_tokenizer_decoder": _VIBEVOICE,
+    "vibevoice_acoustic_tokenizer_encoder": _VIBEVOICE,
+    "vibevoice_asr": _VIBEVOICE,
+    "xcodec2": _CODEC,
+    "xlstm": {"embedding_dim": 64},
+    "xmod": {"default_language": "en_XX"},
+}
+"""Values that one type needs, in place of the variants.
+
+`part.name` is an entry of a part of the config; one that the config lacks begins with a `+`.
+"""
 
 
 def _candidates(model_type: str, errors: list[str]) -> Iterator[PretrainedConfig]:
     """Yield shrunk configs: as attributes of the default one, or as arguments of a new one."""
     config_class = CONFIG_MAPPING[model_type]
-    for variant in _VARIANTS:
+    for variant in (_OWN[model_type],) if model_type in _OWN else _VARIANTS:
         for make in (_shrink_attributes, _shrink_arguments):
             try:
                 yield make(config_class(), variant)
@@ -273,14 +420,16 @@ def _shrink_attributes(config: PretrainedConfig, variant: dict[str, Any]) -> Pre
     """Return the config with small numbers, set one by one as far as it accepts them."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            _shrink_attributes(value, variant)
+            _shrink_attributes(value, _select_part(variant, name))
         elif isinstance(value, dict):
-            setattr(config, name, _shrink_tree(value, variant))
+            setattr(config, name, _shrink_tree(value, _select_part(variant, name)))
         elif (small := _shrink_value(name, value, variant)) is not value:
             try:
                 setattr(config, name, small)
             except Exception:  # a validator that wants the original value
                 setattr(config, name, value)
+    for name in (name for name in variant if name.startswith("+")):
+        setattr(config, name[1:], variant[name])
     return config
 
 
@@ -302,10 +451,16 @@ def _shrink_tree(values: dict[str, Any], variant: dict[str, Any]) -> dict[str, A
             layers = range(_NUMBERS["num_hidden_layers"])
             small[name] = {layer: x for layer, x in value.items() if int(layer) in layers}
         elif isinstance(value, dict) and name not in variant:
-            small[name] = _shrink_tree(value, variant)
+            small[name] = _shrink_tree(value, _select_part(variant, name))
         else:
             small[name] = _shrink_value(name, value, variant)
-    return small
+    return small | {name[1:]: x for name, x in variant.items() if name.startswith("+")}
+
+
+def _select_part(variant: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Return the values for a part of a config."""
+    own = {k.partition(".")[2]: v for k, v in variant.items() if k.startswith(f"{name}.")}
+    return {k: v for k, v in variant.items() if not k.startswith("+")} | own
 
 
 def _shrink_value(name: Any, value: Any, variant: dict[str, Any]) -> Any:
@@ -396,16 +551,19 @@ def _guess_inputs(model: PreTrainedModel, rows: int, seed: int) -> Iterator[dict
     channels = _find_number(model.config, "num_channels") or 3
     image = _find_size(model.config) or (32, 32)
     mel = (
-        _find_number(model.config, "num_mel_bins") or _find_number(model.config, "input_dim") or 16
+        _find_number(model.config, "num_mel_bins")
+        or _find_number(model.config, "input_dim")
+        or _find_number(model.config, "input_feat_per_channel")
+        or 16
     )
     text = {"input_ids": tokens(), "attention_mask": torch.ones(rows, 16, dtype=torch.long)}
+    picture = values(channels, *image)
     guesses: list[dict[str, Any]] = []
     if "decoder_input_ids" in accepted:
         guesses.append({**text, "decoder_input_ids": tokens(8)})
     if "input_ids" in accepted:
         guesses += [text, {"input_ids": text["input_ids"]}]
     if "pixel_values" in accepted:
-        picture = values(channels, *image)
         guesses += [{"pixel_values": picture}, {**text, "pixel_values": picture}]
         guesses.append(
             {"pixel_values": picture, "input_ids": tokens(), "decoder_input_ids": tokens(8)}
@@ -420,8 +578,32 @@ def _guess_inputs(model: PreTrainedModel, rows: int, seed: int) -> Iterator[dict
     if "input_values" in accepted:
         for shape in ((4000,), (1, 4000), (64, mel), (1024, 128)):
             guesses.append({"input_values": values(*shape)})
+            guesses.append({"input_values": values(*shape), "decoder_input_ids": tokens(8)})
     if "bbox" in accepted:
         guesses.append({**text, "bbox": torch.zeros(rows, 16, 4, dtype=torch.long)})
+        boxes = torch.rand(rows, 16, 4, generator=generator).sort().values
+        guesses.append({**text, "bbox": boxes, "decoder_input_ids": tokens(8)})
+    if "flattened_patches" in accepted:
+        width = next(m.in_features for n, m in model.named_modules() if "patch_projection" in n)
+        patches = torch.cat([torch.ones(rows, 16, 2, dtype=dtype), values(16, width)], 2)
+        guesses.append({"flattened_patches": patches, "decoder_input_ids": tokens(8)})
+    if "spatial_shapes" in accepted:
+        size = _find_number(model.config, "patch_size") or 8
+        guesses.append(
+            {
+                "pixel_values": values(16, channels * size**2),
+                "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long),
+                "spatial_shapes": torch.full((rows, 2), 4),
+            }
+        )
+    if queries := _find_number(model.config, "num_query_tokens"):
+        token = getattr(model.config, "image_token_index", None) or 5
+        ids = torch.cat([torch.full((rows, queries), token), tokens()], 1)
+        mixed = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": picture}
+        guesses.append(mixed)
+    if "image_attention_mask" in accepted:
+        seen = torch.ones(rows, 16, 1, dtype=torch.long)
+        guesses.append({**text, "pixel_values": picture[:, None], "image_attention_mask": seen})
     if "inputs" in accepted:
         guesses += [{"inputs": tokens()}, {"inputs": values(16, 64)}]
     for names in (("past_values",), ("pixel_values", "input_ids")):
@@ -430,6 +612,7 @@ def _guess_inputs(model: PreTrainedModel, rows: int, seed: int) -> Iterator[dict
             width = _find_number(model.config, "num_input_channels") or 1
             guesses.append({"past_values": values(length, width)})
     guesses.append({name: x for name, x in model.dummy_inputs.items() if name in accepted})
+    guesses.append({**text, "use_cache": False})
     for guess in guesses:
         yield {name: x for name, x in guess.items() if name in accepted}
 

@@ -55,7 +55,7 @@ def check_quantized(model, scheme: str, folder: Path, stock: StockProcess) -> Ou
     cls = type(model)
     model.save_pretrained(folder / "dense")
     reference, info = cls.from_pretrained(folder / "dense", output_loading_info=True)
-    expected = Expected(reference, info, SCHEMES[scheme].weights)
+    expected = Expected(reference, info, SCHEMES[scheme].weights, model.dtype)
     config = QuantizationConfig({"group_0": SCHEMES[scheme]}, ignore=["lm_head"])
     outcome = Outcome("refused", 1.0)
     try:
@@ -126,12 +126,17 @@ def _compare_answer(answer: dict, output: Path, expected: "Expected") -> list[st
 
 
 class Expected:
-    """The weights of a dense model, and their rounded values."""
+    """The weights of a dense model, and their rounded values.
 
-    def __init__(self, model: nn.Module, info: dict, args: QuantizationArgs) -> None:
+    `dtype` is that of the files; some layers are loaded in another one.
+    """
+
+    def __init__(
+        self, model: nn.Module, info: dict, args: QuantizationArgs, dtype: torch.dtype
+    ) -> None:
         self._state = model.state_dict()
         self._args, self._info = args, info
-        self._dtype = model.dtype  # of the files; some layers are loaded in another one
+        self._dtype = dtype
         self._linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         self.unsuitable = [
             name

@@ -260,10 +260,11 @@ def _add_image(model: Model, batch: Batch, seed: int) -> Batch:
 
     def run(count: int) -> Batch:
         tokens = torch.cat([torch.full((ROWS, count), token), text], 1)
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        mask = torch.ones_like(tokens)
+        inputs = {**batch, "input_ids": tokens, "attention_mask": mask, "pixel_values": pixels}
         with torch.no_grad():
-            model(**inputs, pixel_values=pixels)
-        return inputs | {"pixel_values": pixels}
+            model(**inputs)
+        return inputs
 
     try:
         run(0)

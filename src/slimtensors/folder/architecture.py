@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+_MAX_LAYERS = 10_000
+_LAYER_COUNT = re.compile(r"n_layers?|\w*num_(\w+_)?(layers|blocks)|(en|de)coder_layers|depth")
+"""Entries of configs that are numbers of layers."""
+
 _PATCHING = threading.RLock()
 """Held while transformers replaces functions of its own and of torch, or warnings are filtered.
 
@@ -96,8 +100,8 @@ class Architecture:
                 assert isinstance(model, PreTrainedModel)
                 conversions = get_model_conversion_mapping(model)
             except Exception as error:  # any bug of a model class, or a broken config
-                name = model_class.__name__
-                raise ConfigError(f"{name} cannot be built: {describe_error(error)}") from error
+                name, reason = model_class.__name__, " ".join(describe_error(error).split())
+                raise ConfigError(f"{name} cannot be built: {reason}") from error
         return cls(model, tuple(conversions))
 
     @cached_property
@@ -326,16 +330,26 @@ def _clean_config(config: Json) -> Json:
     return cleaned
 
 
+def _check_layers(config: Json) -> None:
+    """Raise if the model has too many layers to be built."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(value)
+        elif isinstance(value, int) and value > _MAX_LAYERS and _LAYER_COUNT.fullmatch(str(name)):
+            raise ConfigError(f"{name} is {value}; at most {_MAX_LAYERS} layers are supported")
+
+
 def _parse_config(config: Json) -> "PretrainedConfig":
     from transformers import CONFIG_MAPPING
 
+    _check_layers(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ConfigError(f"transformers has no model type {model_type!r}")
     try:
         parsed: PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(config)
     except Exception as error:  # configs validate themselves in many ways
-        reason = describe_error(error)
+        reason = " ".join(describe_error(error).split())
         raise ConfigError(f"transformers rejects the config of {model_type}: {reason}") from error
     parsed._attn_implementation = "eager"  # others need packages that may not be installed
     return parsed
@@ -345,16 +359,18 @@ def _find_class(config: Json, parsed: "PretrainedConfig") -> "type[PreTrainedMod
     """Return the class of transformers that the config names, or the base class of its type."""
     import transformers
 
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name is None:
+    listed = config.get("architectures")
+    names = listed if isinstance(listed, list) else []
+    known = [name for name in names if isinstance(name, str) and name in dir(transformers)]
+    if not names:
         if type(parsed) not in transformers.MODEL_MAPPING:
             raise ConfigError("config.json names no architecture")
         base = transformers.MODEL_MAPPING[type(parsed)]
         base_class: type[PreTrainedModel] = base[0] if isinstance(base, list | tuple) else base
         return base_class
-    if not isinstance(name, str) or name not in dir(transformers):
-        raise ConfigError(f"transformers has no model class {name!r}")
+    if not known:
+        raise ConfigError(f"transformers has no model class {names[0]!r}")
+    name = known[0]
     found = getattr(transformers, name)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise ConfigError(f"{name} is not a model class of transformers")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slimtensors.errors import ConfigError
 from slimtensors.folder.architecture import Architecture, Kind, Placement
 from slimtensors.folder.experts import Tensors
 from slimtensors.parallel import serially
@@ -16,6 +17,7 @@ from slimtensors.quantization import (
     Quantized,
 )
 from slimtensors.quantization.codec import pack_quantized
+from slimtensors.quantization.group_sizes import FittedConfig, LayerColumns, fit_group_sizes
 from slimtensors.quantization.layers import (
     OUTPUT_LAYERS,
     find_layer_name,
@@ -37,12 +39,14 @@ _LOG = logging.getLogger(__name__)
 LM_HEAD = "lm_head"
 """Entry of `ignore` that means the output layers, whatever their names are."""
 
+EMPTY = "empty"
 MISSING = "not in the files"
 ROUTER = "router"
 SHARED = "shares its weight with another layer"
 STACKED = "stacked experts"
 
-_DENSE_BESIDE = "is converted from dense weights, while other layers are quantized"
+_MERGES_NOTHING = ("MergeModulelist",)
+"""Conversion that returns no weight, and raises no error, if none can be dequantized."""
 _SAMPLE_ROWS = 256
 """Rows to encode to find out whether a weight gets smaller; each row takes as much as another."""
 
@@ -114,12 +118,23 @@ def list_layers(
     for name, module in architecture.linear_layers.items():
         if name not in stored:
             weight = f"{name}.weight"
-            dense = SHARED if weight in architecture.ties else MISSING
+            spec = architecture.parameters[weight]
+            dense = SHARED if weight in architecture.ties else MISSING if spec.numel else EMPTY
             is_output = name in architecture.output_layers
             classes = tuple(list_class_names(module))
-            spec = architecture.parameters[weight]
             layers.append(FolderLayer("", spec, (name,), classes, dense, is_output))
     return _mark_tied(archive, layers)
+
+
+def fit_layers(config: QuantizationConfig, layers: Iterable[FolderLayer]) -> FittedConfig:
+    """Return a config whose group sizes fit all layers, if they were not chosen."""
+    return fit_group_sizes(
+        config,
+        [
+            LayerColumns(x.name, None if x.dense else x.find_group(config), x.spec.shape[-1:])
+            for x in layers
+        ],
+    )
 
 
 def fits(archive: Tensors, architecture: Architecture) -> bool:
@@ -168,33 +183,47 @@ class StockLoader:
 
         In a quantized folder it dequantizes what it merges, such as experts, which works for some
         formats only. Dense weights are accepted only next to FP8, and what it splits only if some
-        of it is quantized.
+        of it is quantized. Raise if it would load random weights instead of stopping.
         """
         if self._architecture is None:
             return
         stored = {layer.tensor: group for layer, group in groups.items()}
         merged: dict[str, set[str | None]] = {}
+        operations: dict[str, tuple[str, ...]] = {}
         for name, place in self._architecture.place(self._archive).items():
             is_loaded = place.parameter in self._architecture.parameters
             if place.dequantizes and not place.others and is_loaded:
                 merged.setdefault(place.parameter, set()).add(stored.get(name))
+                operations[place.parameter] = place.operations
         problems = self._architecture.find_failing_splits(layer.name for layer in groups)
-        problems |= {x: why for x, used in merged.items() if (why := self._explain(used))}
-        if problems:
-            self._warn(next(f"{name}: {why}" for name, why in problems.items()))
+        is_stopped = bool(problems)
+        for name, used in merged.items():
+            if what := self._find_unmergeable(used):
+                advice = "quantize it to 4 bits or FP8"
+                problems[name] = f"merged on load, which fails for {what}; {advice}"
+                is_stopped |= operations[name] != _MERGES_NOTHING
+        if not problems:
+            return
+        reason = next(f"{name}: {why}" for name, why in problems.items())
+        if not is_stopped:
+            raise ConfigError(
+                f"transformers would load random weights for {reason}, or use the dialect slim"
+            )
+        self._warn(reason)
 
-    def _explain(self, used: Collection[str | None]) -> str | None:
-        """Return why weights of these groups cannot be merged on load; None if they can."""
+    def _find_unmergeable(self, used: Collection[str | None]) -> str | None:
+        """Return what of these groups cannot be merged on load; None if all can."""
         (group, *others) = used
         schemes = self._config.config_groups
         if others:
-            return "merges dense and quantized weights"
+            return "dense beside quantized weights"
         if group is None:
-            return None if all(map(_is_float8, schemes.values())) else _DENSE_BESIDE
+            is_supported = all(map(_is_float8, schemes.values()))
+            return None if is_supported else "dense weights in a quantized folder"
         format = choose_format(schemes[group], self._config)
         if can_transformers_load_experts(schemes[group].weights, format):
             return None
-        return f"merges weights in the format {format}; use a 4-bit or FP8 scheme"
+        return f"the format {format}"
 
     def _warn(self, reason: str) -> None:
         assert self._architecture is not None
