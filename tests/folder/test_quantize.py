@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from architectures import catalogue
+from architectures.stock import StockProcess
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from strategies import same_bits
@@ -152,8 +153,8 @@ def test_routers_stay_dense_and_are_ignored(tmp_path):
     ("name", "ignore", "reason"),
     [
         ("int4", ["lm_head"], None),
-        ("int8", ["lm_head"], "merges weights in the format int-quantized"),
-        ("int4", ["lm_head", "re:.*experts.*"], "converted from dense weights"),
+        ("int8", ["lm_head"], "fails for the format int-quantized"),
+        ("int4", ["lm_head", "re:.*experts.*"], "fails for dense weights in a quantized folder"),
     ],
 )
 def test_experts_that_transformers_cannot_load_are_logged(tmp_path, caplog, name, ignore, reason):
@@ -167,6 +168,16 @@ def test_experts_that_transformers_cannot_load_are_logged(tmp_path, caplog, name
         assert reason in warnings[0]
         with pytest.raises(RuntimeError):
             type(model).from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("name", "ignore"), [("int8", "lm_head"), ("int4", "re:.*experts.*")])
+def test_experts_that_transformers_would_load_as_random_weights_are_refused(tmp_path, name, ignore):
+    model = make_tiny("nemotron_h")
+    with pytest.raises(ConfigError, match=r"random weights for .*experts.* FP8, or"):
+        quantize(model, tmp_path, name, [ignore])
+    quantize(model, tmp_path / "slim", name, [ignore], dialect="slim")
+    folder = quantize(model, tmp_path / "int4", "int4")
+    assert not any(type(model).from_pretrained(folder, output_loading_info=True)[1].values())
 
 
 def make_t5():
@@ -222,6 +233,8 @@ def make_llama():
         ({"architectures": ["AutoConfig"]}, "not a model class"),
         ({"architectures": ["BertModel"]}, "not a model of type llama"),
         ({"hidden_size": "wide"}, "rejects the config of llama"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000"),
+        ({"model_type": "dinat", "architectures": ["DinatModel"]}, "requires the natten library"),
         ({"hidden_act": "no_such_function"}, "LlamaForCausalLM cannot be built"),
         ({"hidden_size": 128, "vocab_size": 4}, "most tensors do not belong to LlamaForCausalLM"),
     ],
@@ -239,6 +252,11 @@ def test_layers_are_recognized_by_names_if_the_model_cannot_be_built(
     names = stored_names(tmp_path / "out")
     assert sum(name.endswith("weight_scale") for name in names) == 14
     assert "lm_head.weight_scale" not in names
+
+
+def test_the_first_class_that_transformers_has_is_built():
+    config = LlamaConfig(**SMALL).to_dict() | {"architectures": ["OwnLlama", "LlamaForCausalLM"]}
+    assert isinstance(Architecture.build(config).model, LlamaForCausalLM)
 
 
 @pytest.mark.parametrize("architectures", [None, ["LlamaModel"]])
@@ -311,3 +329,70 @@ def test_threads_leave_the_functions_of_transformers_alone(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(Architecture.build, [config] * 12))
     assert before == (PreTrainedModel.tie_weights, torch.linspace, list(warnings.filters))
+
+
+def write_narrow(folder):
+    """Write a Llama with 192 and 256 columns."""
+    torch.manual_seed(0)
+    sizes = SMALL | {"hidden_size": 192, "intermediate_size": 256}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder / "dense")
+    return model
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel"])
+def test_group_sizes_of_a_preset_fit_and_load_elsewhere(tmp_path, name):
+    model = write_narrow(tmp_path)
+    config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+    summary = quantize_folder(tmp_path / "dense", tmp_path / "out", config)
+    smaller = {x.name: x.group_size for x in summary.quantization.group_sizes}
+    assert set(smaller.values()) == {64}
+    assert len(smaller) == 12
+    assert "group size 64 instead of 128: 12 layers with 192 columns" in str(summary.quantization)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    groups = stored["config_groups"]
+    assert [*groups] == sorted(groups)
+    assert {x: group["weights"]["group_size"] for x, group in groups.items()} == {
+        "group_0": 128,
+        "group_1": 64,
+    }
+    with StockProcess() as stock:
+        answer = stock.load(tmp_path / "out", name, tmp_path / "loaded.safetensors")
+    assert "error" not in answer, answer
+    assert len(answer["quantized"]) == 14
+    state = load_file(tmp_path / "loaded.safetensors")
+    prefix = "" if name == "LlamaForCausalLM" else "model."
+    for key, x in model.state_dict().items():
+        layer = key.removesuffix(".weight")
+        if layer.removeprefix(prefix) in answer["quantized"]:
+            args = QuantizationArgs(num_bits=4, group_size=smaller.get(layer, 128))
+            x = fake_quantize(x, find_params(x, args), args)
+        if key.startswith(prefix):
+            assert same_bits(state[key.removeprefix(prefix)], x), key
+
+
+def test_a_chosen_group_size_that_fits_no_layer_names_all_of_them(tmp_path):
+    write_narrow(tmp_path)
+    config = QuantizationConfig.preset("W4A16", ignore=["lm_head"], group_size=128)
+    with pytest.raises(ConfigError) as error:
+        quantize_folder(tmp_path / "dense", tmp_path / "out", config)
+    message = str(error.value)
+    assert "12 layers cannot be quantized" in message
+    assert "model.layers.*.self_attn.q_proj (2)" in message
+    assert "group sizes that fit: 96, 64, 48, 32, 24, 16, channel" in message
+
+
+def test_a_group_size_that_makes_a_layer_no_smaller_is_not_used(tmp_path):
+    model = write_narrow(tmp_path)
+    config = json.loads((tmp_path / "dense" / "config.json").read_text())
+    model.score = nn.Linear(17, 2, bias=False)
+    state = {**load_file(tmp_path / "dense" / "model.safetensors")}
+    state["score.weight"] = torch.randn(2, 6).bfloat16()
+    save_file(state, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    chosen = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+    summary = quantize_folder(tmp_path / "dense", tmp_path / "out", chosen)
+    dense = {layer.name: layer.reason for layer in summary.quantization.dense_layers}
+    assert dense["score"] == "would not get smaller"
+    assert "score" not in {layer.name for layer in summary.quantization.group_sizes}

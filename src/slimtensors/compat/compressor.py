@@ -35,6 +35,7 @@ from slimtensors.folder.config_json import (
 )
 from slimtensors.quantization.apply import compress_quantized_weights
 from slimtensors.quantization.config import LAYOUT, QuantizationConfig
+from slimtensors.quantization.fused import warn_unshared
 from slimtensors.quantization.state import Report
 from slimtensors.quantization.state_dict import (
     decompress_state,
@@ -189,6 +190,7 @@ class ModelCompressor:
                 raise ConfigError("state_dict is not supported with a quantization_config")
             state = export_state(model, self.quantization_config)
             section = describe_config(model, self.quantization_config).to_dict()
+            warn_unshared(state, type(model).__name__)
         state = model.state_dict() if state is None else state
         if self.sparsity_config is not None:
             state, section["sparsity_config"] = _compress_sparse(model, state, self.sparsity_config)

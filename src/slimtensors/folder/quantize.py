@@ -2,15 +2,24 @@
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive
+from slimtensors.archive.dialects import PackedTensor
+from slimtensors.archive.dialects.slim import pack_pieces
 from slimtensors.archive.read import open_archive
-from slimtensors.archive.summary import DenseLayer, QuantizationSummary, Summary, count_noun
+from slimtensors.archive.summary import (
+    DenseLayer,
+    LayerGroupSize,
+    QuantizationSummary,
+    Summary,
+    count_noun,
+)
 from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Bitmask, Huffman, presets
 from slimtensors.codecs.plan import Plan
@@ -21,6 +30,7 @@ from slimtensors.folder.compress import compress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     QUANTIZATION_REPORT,
+    describe_coded,
     parse_quantization,
     read_config,
     replace_sections,
@@ -32,6 +42,7 @@ from slimtensors.folder.selection import (
     STACKED,
     FolderLayer,
     StockLoader,
+    fit_layers,
     fits,
     list_layers,
 )
@@ -46,8 +57,10 @@ from slimtensors.quantization import (
     formats,
 )
 from slimtensors.quantization.affine import check_weight
-from slimtensors.quantization.codec import find_codec_format
+from slimtensors.quantization.args import QuantizationStrategy
+from slimtensors.quantization.codec import find_codec_format, pack_quantized
 from slimtensors.quantization.config import LAYOUT
+from slimtensors.quantization.fused import group_fused, share_global_scale
 from slimtensors.quantization.layers import OUTPUT_LAYERS, TRANSPOSED_MODEL_TYPES
 from slimtensors.quantization.targets import choose_format, make_disjoint, matches_any
 from slimtensors.storage import StrPath
@@ -66,12 +79,14 @@ def quantize_folder(
     config: QuantizationConfig,
     *,
     dialect: str = COMPRESSED_TENSORS,
+    coded: bool = False,
     how: FolderOptions | None = None,
 ) -> Summary:
     """Write a model folder with quantized linear layers, rounded to nearest without data.
 
     Linear layers are those of the model that transformers builds from `config.json`, or else those
-    with a matrix called `weight`, except embeddings; routers and shared weights stay dense.
+    with a matrix called `weight`, except embeddings; routers and shared weights stay dense. Layers
+    that vLLM fuses share a global scale, if they have one.
 
     Args:
         source: model folder, its index file, a URL, or an open archive of one of them.
@@ -79,6 +94,8 @@ def quantize_folder(
         config: which layers to quantize, and how.
         dialect: `compressed-tensors`, which transformers and vLLM load, or `slim`, which is smaller
             and loads as dense weights.
+        coded: whether to entropy-code the tensors of `compressed-tensors`. vLLM and transformers
+            then need slimtensors to load the folder, and run the same kernels as without.
         how: shard size, threads and other options, as for `compress_folder`.
 
     Example:
@@ -94,6 +111,8 @@ def quantize_folder(
         True
     """
     options = how or FolderOptions()
+    if coded and dialect == SLIM:
+        raise ConfigError(f"coded requires the dialect {COMPRESSED_TENSORS}; {SLIM} is coded")
     if config.needs_data:
         raise ConfigError("static activation scales need calibration data")
     archive = open_archive(source, options.storage_options)
@@ -128,13 +147,20 @@ def quantize_folder(
             archive, target, options, preset_key=key, is_lossy=True, files=files
         )
     else:
-        options = options.with_preset(layers.choose_plain, dialect)
+        choose = presets.lossless if coded else layers.choose_plain
+        options = options.with_preset(choose, SLIM if coded else dialect)
         settings = {"quantize": key, "dialect": dialect, "max_shard_size": options.max_shard_size}
+        packer = LayerPacker(layers, layers.split_rows(make_source(archive)), coded=coded)
+
+        def describe(config: Json, summary: Summary) -> Json:
+            quantized = replace_sections(config, section)
+            return describe_coded(quantized, summary) if coded else quantized
+
         summary = build_folder(
-            Weights(archive, options, lambda part: layers.split_rows(make_source(part))),
+            Weights(archive, options, lambda x: packer.pack(layers.split_rows(make_source(x)))),
             target,
-            lambda config, _: replace_sections(config, section),
-            job=describe_job(archive, settings),
+            describe,
+            job=describe_job(archive, settings | {"coded": True} if coded else settings),
             files=files,
         )
     return replace(summary, quantization=quantization)
@@ -153,6 +179,8 @@ class QuantizedLayers:
     """Layer that is not quantized -> reason."""
     architecture: Architecture | None = None
     """The model of the folder; None if layers are recognized by the names of tensors."""
+    group_sizes: Sequence[LayerGroupSize] = ()
+    """Layers with another group size than the preset."""
 
     @classmethod
     def find(
@@ -170,6 +198,8 @@ class QuantizedLayers:
         """
         layers = list_layers(archive, architecture, for_others=for_others)
         _check_targets(layers, config, archive)
+        fitted = fit_layers(config, layers)
+        config = fitted.config
         chosen: dict[FolderLayer, str] = {}
         dense: dict[str, str] = {}
         refused: dict[str, list[str]] = {}
@@ -197,9 +227,12 @@ class QuantizedLayers:
                 del chosen[layer]
             stock.check_conversions(chosen)
             _check_experts({group for layer, group in chosen.items() if layer.stack})
+        config = fitted.restrict_to(set(chosen.values()))
         _check_groups(config, set(chosen.values()), dense)
         groups = {layer.tensor: group for layer, group in chosen.items()}
-        return cls(config, groups, layers, dense, architecture)
+        used = {layer.name for layer in chosen}
+        smaller = [each for each in fitted.smaller if each.name in used]
+        return cls(config, groups, layers, dense, architecture, smaller)
 
     def split_rows(self, source: ArchiveSource) -> ArchiveSource:
         """Return the tensors to write; a tensor with several quantized layers is split."""
@@ -216,7 +249,13 @@ class QuantizedLayers:
             items += [_select_rows(item, layer) for layer in layers] or [item]
         return replace(source, items=items)
 
-    def choose_plain(self, name: str, x: Tensor) -> Choice:
+    def has_global_scale(self, name: str) -> bool:
+        """Return True if the scales of a quantized tensor have a common divisor."""
+        scheme = self._scheme(name)
+        args = scheme.weights if scheme is not None else None
+        return args is not None and args.strategy is QuantizationStrategy.TENSOR_GROUP
+
+    def choose_plain(self, name: str, x: Tensor | None = None) -> Choice:
         """Return the plan for compressed-tensors; None for tensors that are not quantized."""
         if (scheme := self._scheme(name)) is None or scheme.weights is None:
             return Choice(None, "not quantized")
@@ -298,11 +337,74 @@ class QuantizedLayers:
         ]
         quantized = sum(x.spec.numel for x in self.layers if x.tensor in self.groups)
         return QuantizationSummary(
-            len(self.groups) + len(dense), sum(sizes.values()), quantized, dense
+            len(self.groups) + len(dense),
+            sum(sizes.values()),
+            quantized,
+            dense,
+            self.group_sizes,
         )
 
     def _scheme(self, name: str) -> QuantizationScheme | None:
         return self.config.config_groups[self.groups[name]] if name in self.groups else None
+
+
+class LayerPacker:
+    """Packs the quantized layers of a folder that are not stored as a dialect would do it alone.
+
+    These are layers that share a global scale, and all of them if they are entropy-coded.
+    """
+
+    def __init__(self, layers: QuantizedLayers, source: ArchiveSource, *, coded: bool) -> None:
+        self._layers, self._coded = layers, coded
+        items = {item.name: item for item in source.items}
+        scaled = [x for x in layers.groups if x.endswith(".weight") and layers.has_global_scale(x)]
+        self._fused: dict[str, Sequence[TensorSource]] = {}
+        for group in group_fused(name.removesuffix(".weight") for name in scaled):
+            members = [items[f"{layer}.weight"] for layer in group]
+            self._fused |= {member.name: members for member in members}
+        self._scales: dict[str, Tensor] = {}
+        self._lock = Lock()
+
+    def pack(self, source: ArchiveSource) -> ArchiveSource:
+        """Return the source with these layers in the form in which they are stored."""
+        return replace(source, items=[self._pack_item(item) for item in source.items])
+
+    def _pack_item(self, item: TensorSource) -> TensorSource:
+        name = item.name
+        plan = self._layers.choose_plain(name).plan
+        if plan is None or not (self._coded or name in self._fused):
+            return item
+        codec = plan.codec
+        assert isinstance(codec, Quantized)
+
+        def read(each: Each) -> PackedTensor:
+            x = item.read(each)
+            assert isinstance(x, Tensor), "archives return tensors"
+            scale = self._find_scale(name, each) if name in self._fused else None
+            try:
+                packed = pack_quantized(name, x, codec, each, global_scale=scale)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
+            return pack_pieces(packed, presets.lossless, each) if self._coded else packed
+
+        return replace(item, read=read)
+
+    def _find_scale(self, name: str, each: Each) -> Tensor:
+        """Return the global scale of all layers that are fused with this one."""
+        with self._lock:
+            if name not in self._scales:
+                members = self._fused[name]
+                scale = share_global_scale(_read_ranges(members, each))
+                self._scales |= {member.name: scale for member in members}
+            return self._scales[name]
+
+
+def _read_ranges(items: Sequence[TensorSource], each: Each) -> Iterator[Tensor]:
+    """Yield the min and max of each weight, reading one at a time."""
+    for item in items:
+        x = item.read(each)
+        assert isinstance(x, Tensor), "archives return tensors"
+        yield torch.stack(torch.aminmax(x))
 
 
 def _find_expert_group(groups: Mapping[str, QuantizationScheme]) -> str:
@@ -357,9 +459,12 @@ def _check_targets(
     for group, scheme in config.config_groups.items():
         for target in scheme.targets:
             if not any(layer.matches([target]) for layer in layers):
-                raise ConfigError(
-                    f"{group}: no layer matches {target}; folders support only the class Linear"
+                why = (
+                    "the model has no linear layers"
+                    if target == "Linear"
+                    else "folders support only the class Linear"
                 )
+                raise ConfigError(f"{group}: no layer matches {target}; {why}")
         if scheme.weights is not None and scheme.weights.actorder is not None:
             raise ConfigError(f"{group}: actorder needs the method gptq and calibration data")
     owners = {name.rpartition(".")[0] for name in archive}

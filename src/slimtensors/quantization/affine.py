@@ -32,6 +32,7 @@ _TOPS = {4: FP4[-1], 6: FP6[-1], 8: 448.0}
 """Largest value of the floats of each number of bits."""
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+_SMALLEST_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,24 @@ def compute_global_scale(low: Tensor, high: Tensor) -> Tensor:
     return scale if scale.dim() else scale.reshape(1)
 
 
-def find_params(weight: Tensor, args: QuantizationArgs, *, each: Each = serially) -> Params:
-    """Return params that cover min and max of all values of a weight that share a scale."""
+def find_params(
+    weight: Tensor,
+    args: QuantizationArgs,
+    *,
+    global_scale: Tensor | None = None,
+    each: Each = serially,
+) -> Params:
+    """Return params that cover min and max of all values of a weight that share a scale.
+
+    `global_scale` is that of several matrices, if this one shares it.
+    """
     check_weight(weight, args)
     low, high = _find_ranges(weight, args, each)
     if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise ConfigError(
             "contains NaN or infinity, which cannot be quantized; leave it unquantized"
         )
-    global_scale = None
-    if args.strategy is QuantizationStrategy.TENSOR_GROUP:
+    if args.strategy is QuantizationStrategy.TENSOR_GROUP and global_scale is None:
         global_scale = compute_global_scale(low, high)
     return compute_params(low, high, args, global_scale=global_scale)
 
@@ -235,6 +244,14 @@ def check_weight(weight: Tensor, args: QuantizationArgs) -> None:
         raise ConfigError(f"cannot quantize an empty weight of shape {tuple(weight.shape)}")
     if args.strategy in _GROUPED:
         _count_groups(weight, args)
+
+
+def list_group_sizes(columns: int, largest: int) -> list[int]:
+    """Return the group sizes up to `largest` that fit a number of columns, the largest first.
+
+    Sizes below 16 are omitted: their scales would take more than a bit per weight.
+    """
+    return [size for size in range(largest, _SMALLEST_GROUP - 1, -1) if columns % size == 0]
 
 
 def split_blocks(x: Tensor, height: int, width: int) -> Tensor:
@@ -388,10 +405,11 @@ def _expand_columns(params: Params, g_idx: Tensor) -> Params:
 def _count_groups(x: Tensor, args: QuantizationArgs) -> int:
     size, columns = args.group_size or 0, x.shape[-1]
     if columns % size:
-        raise ConfigError(
-            f"{columns} columns are not divisible by group_size {size}; "
-            "choose another group_size or strategy channel"
-        )
+        problem = f"{columns} columns are not divisible by group_size {size}"
+        if args.is_mx or args.strategy is QuantizationStrategy.TENSOR_GROUP:
+            raise ConfigError(f"{problem}, which this format requires")
+        fitting = [*map(str, list_group_sizes(columns, size)), "channel"]
+        raise ConfigError(f"{problem}; group sizes that fit: {', '.join(fitting)}")
     return columns // size
 
 

@@ -15,7 +15,7 @@ from slimtensors._moved import Renamed
 from slimtensors.archive.dialects.compressed_tensors import CodecPacker, register_packer
 from slimtensors.archive.dialects.entries import PackedTensor, plain_tensor_bytes
 from slimtensors.codecs import register
-from slimtensors.codecs.plan import Encoded, Plan, decode_parts, encode, relative_error
+from slimtensors.codecs.plan import Encoded, Plan, decode, decode_parts, encode, relative_error
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import formats, kernels
@@ -23,7 +23,7 @@ from slimtensors.quantization.affine import Params, find_params
 from slimtensors.quantization.args import QuantizationArgs, QuantizationType
 from slimtensors.quantization.formats import check_params
 from slimtensors.quantization.scheme import QuantizationScheme
-from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec
+from slimtensors.tensor import KERNEL_FLOATS, Parts, Spec, relative_distance
 
 _ARGS_KEYS = (
     "num_bits",
@@ -74,6 +74,21 @@ class Quantized:
         args = self.arguments
         params = find_params(x, args, each=each)
         return self._parts(kernels.compress(x, params, args, self._kind, each), params)
+
+    def encode_scaled(
+        self,
+        x: Tensor,
+        global_scale: Tensor,
+        each: Each = serially,
+        *,
+        then: Mapping[str, Plan] | None = None,
+    ) -> Encoded:
+        """Return the encoded form of a weight that shares its global scale with others."""
+        args, plans = self.arguments, then or {}
+        params = find_params(x, args, global_scale=global_scale, each=each)
+        parts = self._parts(kernels.compress(x, params, args, self._kind, each), params)
+        inner = {k: encode(plans[k], part) if k in plans else part for k, part in parts.items()}
+        return Encoded(self, Spec.of(x), inner)
 
     def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
         """Multiply the codes by their scales."""
@@ -183,11 +198,22 @@ class Quantized:
             raise CorruptFileError(f"zero_point is {zero.dtype}, expected {args.zero_dtype}")
 
 
-def pack_quantized(name: str, x: Tensor, codec: Quantized, each: Each) -> PackedTensor:
-    """Quantize a weight and return its stored tensors."""
+def pack_quantized(
+    name: str,
+    x: Tensor,
+    codec: Quantized,
+    each: Each,
+    *,
+    global_scale: Tensor | None = None,
+) -> PackedTensor:
+    """Quantize a weight and return its stored tensors; `global_scale` is a shared one."""
     args, format = codec.arguments, formats.find(find_codec_format(codec))
-    parts = format.compress(x, find_params(x, args, each=each), args, each)
-    return _pack(name, parts, codec, relative_error(Plan(codec), x), each)
+    if global_scale is None:
+        parts = format.compress(x, find_params(x, args, each=each), args, each)
+        return _pack(name, parts, codec, relative_error(Plan(codec), x), each)
+    encoded = codec.encode_scaled(x, global_scale, each)
+    parts = format.store(*codec.parse(decode_parts(encoded), x.shape[-1]), args)
+    return _pack(name, parts, codec, relative_distance(decode(encoded, each), x), each)
 
 
 def pack_encoded_quantized(name: str, x: Encoded, codec: Quantized, each: Each) -> PackedTensor:

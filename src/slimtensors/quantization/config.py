@@ -235,7 +235,7 @@ class QuantizationConfig(PydanticMethods):
             if name.startswith("re:") or not any(_matches_name(target, name) for target in targets)
         ]
         for name, scheme in config.config_groups.items():
-            self.config_groups[_find_unused_name(name, self.config_groups)] = scheme
+            self.config_groups[find_unused_name(name, self.config_groups)] = scheme
         distinct = {scheme.format for scheme in self.config_groups.values()}
         only = next(iter(distinct)) if len(distinct) == 1 else "mixed-precision"
         self.format = only or DEFAULT_QUANTIZATION_FORMAT
@@ -297,7 +297,7 @@ def _matches_name(target: str, name: str) -> bool:
     return target == name
 
 
-def _find_unused_name(name: str, used: Collection[str]) -> str:
+def find_unused_name(name: str, used: Collection[str]) -> str:
     """Return the name; if it is used, with the next unused number at its end."""
     if name not in used:
         return name

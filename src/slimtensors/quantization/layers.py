@@ -78,7 +78,7 @@ class Weight:
 def list_weights(module: nn.Module) -> tuple[Weight, ...]:
     """Return the weights of a layer; empty if its class cannot be quantized."""
     if isinstance(module, _LAYER_CLASSES):
-        return (Weight("weight"),)
+        return () if _is_computed(module) else (Weight("weight"),)
     if is_conv1d(module):
         return (Weight("weight", transposed=True),)
     if not has_stacked_experts(module):
@@ -86,6 +86,11 @@ def list_weights(module: nn.Module) -> tuple[Weight, ...]:
     stacks = {name: x for name, x in module.named_parameters(recurse=False) if x.dim() == 3}
     transposed = _are_transposed(module, list(stacks.values()))
     return tuple(Weight(name, transposed, stacked=True) for name in stacks)
+
+
+def _is_computed(module: nn.Module) -> bool:
+    """Return True if the weight of a layer is computed from other parameters, as by weight norm."""
+    return "weight" not in module._parameters and hasattr(module, "weight")
 
 
 def has_stacked_experts(module: nn.Module) -> bool:
@@ -136,6 +141,16 @@ def find_output_layers(model: nn.Module) -> dict[str, str]:
             if id(module) in heads:
                 found[name] = "output layer" + ("" if tied is None else f", {found[name]}")
     return found
+
+
+def find_empty_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose weights have no elements, such as `Linear(64, 0)`."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if (weights := list_weights(module))
+        and not any(getattr(module, weight.parameter).numel() for weight in weights)
+    ]
 
 
 def has_float_input(module: nn.Module) -> bool:

@@ -41,14 +41,19 @@ class Observer(Protocol):
         ...
 
 
-def observe_weight(weight: Tensor, args: QuantizationArgs) -> Params:
-    """Return the params of a weight, found by the observer that `args` name."""
+def observe_weight(
+    weight: Tensor, args: QuantizationArgs, *, global_scale: Tensor | None = None
+) -> Params:
+    """Return the params of a weight, found by the observer that `args` name.
+
+    `global_scale` is that of several matrices, if this one shares it.
+    """
     if _observer_name(args) in _EXACT_FOR_WEIGHTS:
-        return find_params(weight, args)
+        return find_params(weight, args, global_scale=global_scale)
     check_weight(weight, args)
     observer = _make_observer(args)
     observer.observe(_arrange_weight(weight, args))
-    return _compute_static_params(observer.range(), args)
+    return _compute_static_params(observer.range(), args, global_scale)
 
 
 class ActivationObserver:
@@ -291,14 +296,15 @@ def _make_observer(args: QuantizationArgs) -> Observer:
         raise ConfigError(f"observer {name!r}: {error}") from error
 
 
-def _compute_static_params(observed: Range | None, args: QuantizationArgs) -> Params:
+def _compute_static_params(
+    observed: Range | None, args: QuantizationArgs, global_scale: Tensor | None = None
+) -> Params:
     if observed is None:
         raise StatusError("no data was observed in calibration; run the model on data, then freeze")
     low, high = observed
     if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise ConfigError(_NOT_FINITE)
-    global_scale = None
-    if args.strategy is QuantizationStrategy.TENSOR_GROUP:
+    if args.strategy is QuantizationStrategy.TENSOR_GROUP and global_scale is None:
         global_scale = compute_global_scale(low, high)
     if low.dim() == 1:  # compressed-tensors has no dimension here, and so rounds in float32
         low, high = low.reshape(()), high.reshape(())

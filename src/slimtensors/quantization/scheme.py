@@ -1,7 +1,7 @@
 """Quantization schemes: arguments for a set of layers, and the named presets."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
@@ -131,6 +131,9 @@ class QuantizationScheme(PydanticMethods):
     output_activations: QuantizationArgs | None = None
     format: str | None = None
     """Format of the stored weights; by default inferred from the arguments."""
+    fits_columns: bool = field(default=False, compare=False, repr=False)
+    """Whether layers that the group size does not fit get a smaller one, as in presets without a
+    chosen size; not stored."""
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, str) or not all(isinstance(t, str) for t in self.targets):
@@ -169,14 +172,17 @@ class QuantizationScheme(PydanticMethods):
     def preset(
         cls, name: str, targets: Sequence[str] = ("Linear",), *, group_size: int | None = None
     ) -> Self:
-        """Return a named scheme such as `W4A16`, with another group size if given."""
+        """Return a named scheme such as `W4A16`, with another group size if given.
+
+        Without a `group_size`, layers that it does not fit get a smaller one.
+        """
         known = str(name).upper()
         if known not in PRESETS:
             raise ConfigError(f"unknown preset {name!r}; {suggest(known, PRESETS)}")
         weights, inputs = PRESETS[known]
         scheme = cls(targets, weights=weights, input_activations=inputs)
         if group_size is None:
-            return scheme
+            return replace(scheme, fits_columns=scheme.has_free_groups)
         try:
             return scheme.with_group_size(group_size)
         except ConfigError as error:
@@ -215,7 +221,7 @@ class QuantizationScheme(PydanticMethods):
             return data
         if not isinstance(data, Mapping):
             raise ConfigError(f"expected a quantization scheme, got {str(data)[:80]!r}")
-        known = {entry.name for entry in fields(cls)}
+        known = {"targets", *_ARGS_FIELDS, "format"}
         for key in data.keys() - known:
             raise ConfigError(f"unknown key {key!r} in a config group; {suggest(key, known)}")
         if not isinstance(data.get("targets"), list | tuple):
@@ -242,7 +248,13 @@ class QuantizationScheme(PydanticMethods):
             weights = replace(args, strategy=QuantizationStrategy.CHANNEL, group_size=None)
         else:
             weights = replace(args, group_size=group_size)
-        return replace(self, weights=weights)
+        return replace(self, weights=weights, fits_columns=False)
+
+    @property
+    def has_free_groups(self) -> bool:
+        """Whether weights have a scale per group, and the format does not fix the group size."""
+        args = self.weights
+        return args is not None and args.strategy is QuantizationStrategy.GROUP and not args.is_mx
 
     def _check_activations(self, key: str, args: QuantizationArgs | None) -> None:
         if args is None:

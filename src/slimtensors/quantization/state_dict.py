@@ -73,6 +73,7 @@ def export_state(model: nn.Module, config: QuantizationConfig) -> dict[str, Tens
 
 def describe_config(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
     """Return the config to store with a compressed model: with formats and disjoint groups."""
+    config = _adopt_group_sizes(model, config)
     stored: dict[str, str] = {}
     cache = config.kv_cache_scheme
     layers: dict[str, tuple[str, Sequence[str]]] = {}
@@ -106,6 +107,15 @@ def describe_config(model: nn.Module, config: QuantizationConfig) -> Quantizatio
         kv_cache_scheme=cache,
         version=LAYOUT,
     )
+
+
+def _adopt_group_sizes(model: nn.Module, config: QuantizationConfig) -> QuantizationConfig:
+    """Return a config with the group sizes that were chosen when it was applied to a model."""
+    if not any(scheme.fits_columns for scheme in config.config_groups.values()):
+        return config
+    plans = [x.plan for module in model.modules() if (x := get_quantization(module)) is not None]
+    applied = {plan.group: plan.scheme for plan in plans if plan.group != KV_CACHE}
+    return replace(config, config_groups=config.config_groups | applied)
 
 
 @dataclass
@@ -150,13 +160,24 @@ def decompress_state(
     for layer, suffixes in layers.items():
         parts = {suffix: state[join_name(layer, suffix)] for suffix in suffixes}
         try:
-            scheme = find_scheme(layer, config, modules)
+            scheme = _read_group_size(find_scheme(layer, config, modules), parts)
             dense[join_name(layer, "weight")] = decompress_weight(
                 parts, scheme, config, modules.get(layer)
             )
         except SlimError as error:
             raise type(error)(f"{layer}: {error}") from error
     return dense
+
+
+def _read_group_size(scheme: QuantizationScheme, parts: Mapping[str, Tensor]) -> QuantizationScheme:
+    """Return a scheme with the group size of stored parts, unless it was chosen."""
+    if not scheme.fits_columns or is_stored_dense(parts):
+        return scheme
+    assert scheme.weights is not None
+    specs = {suffix: Spec.of(x) for suffix, x in parts.items()}
+    columns = find_dense_shape(specs, scheme.weights, lambda: parts["weight_shape"])[-1]
+    groups = parts["weight_scale"].shape[-1]
+    return scheme.with_group_size(columns // groups if groups > 1 else -1)
 
 
 def restore_model(
@@ -309,6 +330,7 @@ def _iterate_states(
     Raise if one is not ready to be stored.
     """
     found = False
+    config = _adopt_group_sizes(model, config)
     for module in model.modules():
         if (state := get_quantization(module)) is None:
             continue

@@ -12,6 +12,7 @@ from slimtensors.quantization import formats
 from slimtensors.quantization.affine import check_weight
 from slimtensors.quantization.args import QuantizationArgs, QuantizationStrategy, QuantizationType
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.group_sizes import FittedConfig, LayerColumns, fit_group_sizes
 from slimtensors.quantization.layers import (
     has_float_input,
     has_stacked_experts,
@@ -54,6 +55,10 @@ def find_layers(
     quantized.
     """
     _check_status(model)
+    fitted = fit_config(model, config)
+    for note in fitted.notes:
+        report.note(note)
+    config = fitted.config
     layers = [*_plan_layers(model, config), *_plan_attentions(model, config)]
     _check_layers(model, config, layers, report)
     if allowed is not None:
@@ -61,6 +66,20 @@ def find_layers(
     for layer in layers:
         report.groups.setdefault(layer.plan.group, []).append(layer.plan.name)
     return layers
+
+
+def fit_config(model: nn.Module, config: QuantizationConfig) -> FittedConfig:
+    """Return a config whose group sizes fit all layers of a model, if they were not chosen."""
+    if not any(scheme.fits_columns for scheme in config.config_groups.values()):
+        return FittedConfig(config)
+    layers: list[LayerColumns] = []
+    for name, module in model.named_modules():
+        if not (weights := list_weights(module)):
+            continue
+        group = find_group(config.config_groups, config.ignore, name, list_class_names(module))
+        matrices = [x.to_matrix(getattr(module, x.parameter).detach()) for x in weights]
+        layers.append(LayerColumns(name, group, [x.shape[-1] if x.dim() else 0 for x in matrices]))
+    return fit_group_sizes(config, layers)
 
 
 def choose_format(scheme: QuantizationScheme, config: QuantizationConfig) -> str:
