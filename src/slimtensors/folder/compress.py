@@ -8,15 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
+from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.originals import find_originals
 from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, as_source
+from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import presets
 from slimtensors.codecs.presets import Choice, Chooser, StatsRule
 from slimtensors.codecs.statistics import Sparsity, sparsity_of
 from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.config_json import (
+    FIT_REPORT,
     QUANTIZATION_REPORT,
     describe_compression,
     remove_compression,
@@ -24,6 +26,7 @@ from slimtensors.folder.config_json import (
 from slimtensors.folder.job import ExtraFiles, build_folder, describe_job
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.weights import FolderOptions, Weights
+from slimtensors.parallel import Each
 from slimtensors.storage import StrPath, locate
 from slimtensors.tensor import Json
 
@@ -105,7 +108,8 @@ def compress_with(
 ) -> Summary:
     """Do the same as `compress_folder`, with options as one value.
 
-    The originals of a lossy copy cannot be written again, so their headers are not stored.
+    The originals of a lossy copy cannot be written again, so their headers are not stored. The
+    preset `lossless` keeps the codes of tensors that are rounded already.
     """
     dialect = options.dialect
     preset = presets.default(dialect) if options.preset is None else options.preset
@@ -113,11 +117,20 @@ def compress_with(
     choose = record_sparsity(restrict_to(presets.find(preset), keep), sparsity)
     rules = presets.STATS_RULES if dialect == "slim" and isinstance(preset, str) else {}
 
-    def find_rule(name: str) -> StatsRule | None:
-        return rules.get(str(preset)) if keep(name) else None
-
     archive = open_archive(source, options.storage_options)
     was_compressed = is_compressed(archive)
+    keeps_codes = preset == "lossless" and dialect == "slim"
+    rounded = {
+        name for name in archive if keeps_codes and keep(name) and _is_rounded(archive, name)
+    }
+
+    def find_rule(name: str) -> StatsRule | None:
+        return rules.get(str(preset)) if keep(name) and name not in rounded else None
+
+    def make_source(part: Archive) -> ArchiveSource:
+        found = as_source(part)
+        items = [_copy_code(part, x, sparsity) if x.name in rounded else x for x in found.items]
+        return replace_fields(found, items=items)
 
     def describe(config: Json, summary: Summary) -> Json:
         before = remove_compression(config) if was_compressed else config
@@ -136,6 +149,7 @@ def compress_with(
         Weights(
             archive,
             replace_fields(options, preset=choose),
+            make_source=make_source,
             rule=find_rule,
             sparsity=sparsity,
             keeps_originals=not (is_lossy or presets.is_lossy(preset)),
@@ -145,6 +159,21 @@ def compress_with(
         job=describe_job(archive, settings) if key is not None else None,
         files=files,
     )
+
+
+def _is_rounded(archive: Archive, name: str) -> bool:
+    plan = archive.plan(name)
+    return plan is not None and plan.is_lossy
+
+
+def _copy_code(archive: Archive, item: TensorSource, sparsity: dict[str, Sparsity]) -> TensorSource:
+    """Return a tensor as it is stored; reading it decodes it, for checksums and `sparsity`."""
+
+    def read(each: Each) -> PackedTensor | None:
+        sparsity[item.name] = sparsity_of(archive.load_one(item.name, each))
+        return archive.read_packed(item.name)
+
+    return replace_fields(item, read=read)
 
 
 def decompress_folder(
@@ -202,7 +231,7 @@ def decompress_with(
         target,
         lambda config, _: remove_compression(config) if was_compressed else config,
         job=describe_job(archive, settings),
-        files={QUANTIZATION_REPORT: None} if is_lossy else None,
+        files={QUANTIZATION_REPORT: None, FIT_REPORT: None} if is_lossy else None,
     )
 
 

@@ -24,6 +24,7 @@ from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
 QUANTIZATION_REPORT = "quantization_report.json"
+FIT_REPORT = "fit_report.json"
 """File of a quantized folder that lists the linear layers that stay dense."""
 VERSION = 1
 """Version of our section for model folders."""
@@ -297,6 +298,20 @@ def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
         "how_to_load": HOW_TO_LOAD,
     }
     return replace_sections(config, section)
+
+
+def describe_coded(config: Json, summary: Summary) -> Json:
+    """Return the `config` of a quantized folder with a section for entropy-coded tensors."""
+    items = sum(tensor.items for tensor in summary.tensors)
+    section = {
+        "quant_method": METHOD,
+        "version": VERSION,
+        "preset": "lossless",
+        "dtype": _main_dtype(summary),
+        "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
+        "how_to_load": HOW_TO_LOAD,
+    }
+    return add_section(config, section)
 
 
 def describe_checkpoint(config: Json) -> Json:

@@ -43,6 +43,7 @@ from slimtensors.quantization import (
     Quantized,
     formats,
 )
+from slimtensors.quantization.fused import warn_unshared
 from slimtensors.quantization.state_dict import (
     find_dense_shape,
     find_scheme,
@@ -269,11 +270,15 @@ def _write_compressed_tensors(
     target: StrPath,
     options: FolderOptions,
 ) -> Summary:
+    scales: dict[str, Tensor] = {}
+
     def read(name: str, each: Each) -> Tensor | Encoded:
         encoded = archive.read_encoded(name, each) if name in codecs else None
         if encoded is None:
             return archive.load_one(name, each)
         codes, params = codecs[name].parse(decode_parts(encoded, each), encoded.spec.shape[-1])
+        if params.global_scale is not None:
+            scales[f"{name}_global_scale"] = params.global_scale.clone()
         return Quantized(codecs[name].args).encoded(codes, params, encoded.spec.dtype)
 
     def make_item(name: str) -> TensorSource:
@@ -287,7 +292,10 @@ def _write_compressed_tensors(
         return set_section(remove_compression(config), _make_config(codecs).to_dict())
 
     options = options.with_preset(presets.dense, COMPRESSED_TENSORS)
-    return build_folder(Weights(archive, options, make_source=make_source), target, describe)
+    weights = Weights(archive, options, make_source=make_source)
+    summary = build_folder(weights, target, describe)
+    warn_unshared(scales, archive.path)
+    return summary
 
 
 def _make_config(codecs: Mapping[str, Quantized]) -> QuantizationConfig:

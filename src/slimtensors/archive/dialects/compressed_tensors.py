@@ -26,7 +26,10 @@ from slimtensors.tensor import Spec, as_bytes, ceil_div, dtype_name, parse_shape
 
 NAME = "compressed-tensors"
 
-_REQUIRED = ("compressed", "bitmask", "shape")
+REQUIRED = ("compressed", "bitmask", "shape")
+"""Suffixes of the parts that decoding a sparse tensor needs."""
+SUFFIXES = (*REQUIRED, "row_offsets")
+"""Suffixes of all parts of a sparse tensor."""
 _CODECS: Mapping[str, Codec] = {"bitmask": Bitmask(), "bitmask24": Bitmask24()}
 
 
@@ -148,12 +151,21 @@ def find_prefixes(names: Collection[str]) -> dict[str, str]:
     prefixes = [
         prefix
         for prefix, _, last in ends
-        if last == "bitmask" and all(f"{prefix}.{part}" in names for part in _REQUIRED)
+        if last == "bitmask" and all(f"{prefix}.{part}" in names for part in REQUIRED)
     ]
     # Up to 0.8 all tensors were sparse, as module.weight.bitmask and module.bias.bitmask; later
     # only weights, as module.bitmask.
-    full_names = any(prefix.rpartition(".")[2] in ("weight", "bias") for prefix in prefixes)
+    full_names = any(map(_is_tensor_name, prefixes))
     return {prefix: prefix if full_names else f"{prefix}.weight" for prefix in prefixes}
+
+
+def find_tensor_name(prefix: str) -> str:
+    """Return the name of a tensor from the prefix of its parts, if no others are known."""
+    return prefix if _is_tensor_name(prefix) else f"{prefix}.weight"
+
+
+def _is_tensor_name(prefix: str) -> bool:
+    return prefix.rpartition(".")[2] in ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +183,7 @@ def find_own_groups(
     """Yield the tensors that the manifest of a file lists as stored in parts."""
     for name, codec in plans.items():
         parts = _find_parts(name, stored)
-        if codec not in _CODECS or not set(_REQUIRED) <= parts.keys():
+        if codec not in _CODECS or not set(REQUIRED) <= parts.keys():
             raise FormatError(f"{file}: {name}: missing parts of codec {codec!r}")
         yield _make_group(name, name, codec, parts)
 
@@ -185,7 +197,7 @@ def find_foreign_groups(stored: Mapping[str, StoredEntry]) -> Iterator[PartGroup
 
 
 def _find_parts(prefix: str, stored: Mapping[str, StoredEntry]) -> dict[str, StoredEntry]:
-    keys = {suffix: f"{prefix}.{suffix}" for suffix in (*_REQUIRED, "row_offsets")}
+    keys = {suffix: f"{prefix}.{suffix}" for suffix in SUFFIXES}
     return {suffix: stored[key] for suffix, key in keys.items() if key in stored}
 
 

@@ -7,7 +7,7 @@ Loaders that do not support it fail on the shape instead of running on wrong val
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from slimtensors.codecs.plan import (
     parse_sizes,
     rebuild,
 )
+from slimtensors.codecs.presets import Choice, Chooser
 from slimtensors.errors import CorruptFileError
 from slimtensors.parallel import Each
 from slimtensors.storage import ByteChunk, HeaderEntry, StoredFile, TensorBytes, has_code
@@ -91,12 +92,7 @@ class BlobMember:
 
     def read_encoded(self, each: Each) -> Encoded:
         """Check the blob and return its parts, mapped from the file."""
-        raw = self.file.read(self.entry)
-        start, header = parse_header(raw)
-        payload = raw[start:]
-        if checksum(payload, each) != header.get("crc32c"):
-            raise CorruptFileError("checksum mismatch: the file is damaged")
-        return rebuild(header, payload)
+        return parse_blob(self.file.read(self.entry), each)
 
     def read_packed(self, name: str) -> PackedTensor:
         """Return the blob unchanged, to be written to another file."""
@@ -133,6 +129,22 @@ def pack_encoded(name: str, x: Encoded, each: Each, error: float | None = None) 
     return PackedTensor(
         [TensorBytes(name, Spec(torch.uint8, (size,)), chunks, None)], x.plan, error, parts
     )
+
+
+def pack_pieces(packed: PackedTensor, choose: Chooser, each: Each) -> PackedTensor:
+    """Return a tensor stored in several plain entries with blobs for those that get smaller."""
+    pieces = [_pack_piece(piece, choose, each) for piece in packed.pieces]
+    return replace(packed, pieces=pieces)
+
+
+def _pack_piece(piece: TensorBytes, choose: Chooser, each: Each) -> TensorBytes:
+    (raw,) = piece.chunks
+    assert isinstance(raw, Tensor), "plain entries are tensors"
+    x = raw.view(piece.spec.dtype).view(piece.spec.shape)
+    choice = choose(piece.name, x) if x.numel() else None
+    plan = choice.plan if isinstance(choice, Choice) else choice
+    (coded,) = pack(piece.name, x, plan, each).pieces
+    return coded if coded.spec.nbytes < piece.spec.nbytes else piece
 
 
 def _add_header(parts: dict[str, int], total: int) -> dict[str, int]:
@@ -204,6 +216,15 @@ def parse_header(raw: memoryview) -> tuple[int, Json]:
     if not isinstance(header, dict):
         raise CorruptFileError("the header of the blob is not a JSON object")
     return end, header
+
+
+def parse_blob(raw: memoryview, each: Each) -> Encoded:
+    """Check a blob and return its parts, which share its memory."""
+    start, header = parse_header(raw)
+    payload = raw[start:]
+    if checksum(payload, each) != header.get("crc32c"):
+        raise CorruptFileError("checksum mismatch: the file is damaged")
+    return rebuild(header, payload)
 
 
 def is_blob(spec: Spec, first: Callable[[int], memoryview]) -> bool:
