@@ -242,6 +242,12 @@ void bind_trellis(nb::module_& m) {
         },
         "counts"_a, "start"_a, "parameters"_a, NoGil());
     m.def(
+        "trellis_measure",
+        [](const trellis::Counts& counts, const In& parameters) {
+            return trellis::measure_bits(counts, trellis::read_parameters(parameters.bytes));
+        },
+        "counts"_a, "parameters"_a, NoGil());
+    m.def(
         "trellis_pack",
         [](const In& values) {
             std::vector<std::int16_t> copy(values.bytes.size() / 2);
@@ -259,7 +265,7 @@ void bind_trellis(nb::module_& m) {
             if (!copy.empty()) std::memcpy(values.bytes.data(), copy.data(), copy.size() * 2);
             return used;
         },
-        "packed"_a, "values"_a);
+        "packed"_a, "values"_a, NoGil());
     nb::class_<Matrix>(m, "TrellisMatrix")
         .def(
             "__init__",
@@ -268,7 +274,7 @@ void bind_trellis(nb::module_& m) {
                 new (self) Matrix(parameters.bytes, row_steps.bytes, column_steps.bytes, row_classes.bytes,
                                   column_classes.bytes);
             },
-            "parameters"_a, "row_steps"_a, "column_steps"_a, "row_classes"_a, "column_classes"_a)
+            "parameters"_a, "row_steps"_a, "column_steps"_a, "row_classes"_a, "column_classes"_a, NoGil())
         .def("chunk_bound", &Matrix::chunk_bound, "rows"_a)
         .def(
             "quantize",

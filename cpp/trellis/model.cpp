@@ -73,9 +73,11 @@ Parameters read_parameters(Bytes bytes) {
     check(bytes.size() >= parameter_bytes, "parameters are truncated");
     std::array<std::int8_t, parameter_bytes> p;
     std::memcpy(p.data(), bytes.data(), parameter_bytes);
-    const Parameters parameters{p[0], p[1], {p[2], p[3]}, {p[4], p[5]}, {p[6], p[7]}};
+    const Parameters parameters{p[0], p[1], {p[2], p[3]}, {p[4], p[5]}, p[6], p[7]};
     check(parameters.shape > 0, "shape of the distribution must be positive");
-    check(parameters.reserved[0] == 0 && parameters.reserved[1] == 0, "unknown parameters");
+    check(parameters.row_fineness >= 0 && parameters.row_fineness <= max_fineness,
+          "fineness of row steps is out of range");
+    check(parameters.reserved == 0, "unknown parameters");
     return parameters;
 }
 

@@ -26,12 +26,16 @@ inline constexpr int symbols = 64, symbol_zero = 32, escape = 0, max_low_bits = 
 inline constexpr int classes = 64;
 constexpr int limit_class(int sum) { return sum < 0 ? 0 : sum < classes ? sum : classes - 1; }
 
+// Steps of columns are eighths of an octave; those of rows may be divided by up to 2^3.
+inline constexpr int max_fineness = 3;
+
 // Parameters of the distribution of all integers of a tensor; see docs/format-trellis.md.
 struct Parameters {
     std::int8_t scale, shape;  // in 1/16 octave, and in 1/16
     std::array<std::int8_t, 2> zero,
-        one;  // correction for k = 0 and |k| = 1 in even and odd states, 1/16 bit
-    std::array<std::int8_t, 2> reserved{};  // must be zero
+        one;                       // correction for k = 0 and |k| = 1 in even and odd states, 1/16 bit
+    std::int8_t row_fineness = 0;  // how often the unit of the rows' steps is halved
+    std::int8_t reserved = 0;      // must be zero
 };
 inline constexpr std::size_t parameter_bytes = 8;
 

@@ -64,8 +64,8 @@ void quantize_chunk(const Tables& tables, const Layout& layout, std::span<const 
 
     const QuantizeKernels& kernels = active_quantize_kernels();
     const std::vector<Prices> prices = make_prices(tables);
-    std::vector<float> row_steps(rows);
-    std::transform(layout.row_steps.begin(), layout.row_steps.end(), row_steps.begin(), step_size);
+    const std::vector<float> row_steps = step_sizes(layout.row_steps, layout.parameters.row_fineness);
+    const std::vector<float> column_steps = step_sizes(layout.column_steps, 0);
     Columns block{rows, std::vector<float>(rows * columns)};
     for (std::size_t p = 0; p < columns; ++p)
         for (std::size_t i = 0; i < rows; ++i) block.at(p)[i] = weights[i * columns + order[p]];
@@ -82,7 +82,7 @@ void quantize_chunk(const Tables& tables, const Layout& layout, std::span<const 
                                 .first_class = tables.first(),
                                 .column_class = layout.column_classes[j],
                                 .row_steps = row_steps.data(),
-                                .column_step = step_size(layout.column_steps[j]),
+                                .column_step = column_steps[j],
                                 .price_of_bit = price_of_bit,
                                 .zero = keep_zeros ? zero.data() : nullptr,
                                 .rows = rows};

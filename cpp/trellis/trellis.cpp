@@ -25,12 +25,6 @@ Symbol split(std::int64_t k, const Table& table) {
             static_cast<std::uint32_t>(k & ((1 << table.low_bits) - 1))};
 }
 
-std::vector<float> step_sizes(std::span<const std::int16_t> codes) {
-    std::vector<float> sizes(codes.size());
-    std::transform(codes.begin(), codes.end(), sizes.begin(), step_size);
-    return sizes;
-}
-
 }  // namespace
 
 const Kernels& active_kernels() {
@@ -47,13 +41,28 @@ std::int32_t take_escape(Cursor& cursor) {
     return k;
 }
 
-float step_size(int code) {
-    check(code >= min_step && code <= max_step, "step is out of range");
-    // 2^(i / 8), rounded to nearest
-    constexpr std::array<std::uint32_t, step_unit> mantissas{0x3f800000, 0x3f8b95c2, 0x3f9837f0, 0x3fa5fed7,
-                                                             0x3fb504f3, 0x3fc5672a, 0x3fd744fd, 0x3feac0c7};
-    const int whole = code >> 3;
-    return std::ldexp(std::bit_cast<float>(mantissas[static_cast<std::size_t>(code & 7)]), whole);
+float step_size(int code, int fineness) {
+    check(code >= min_step << fineness && code <= max_step << fineness, "step is out of range");
+    // 2^(i / 64), rounded to nearest
+    constexpr std::array<std::uint32_t, step_unit << max_fineness> mantissas{
+        0x3f800000, 0x3f8164d2, 0x3f82cd87, 0x3f843a29, 0x3f85aac3, 0x3f871f62, 0x3f88980f, 0x3f8a14d5,
+        0x3f8b95c2, 0x3f8d1adf, 0x3f8ea43a, 0x3f9031dc, 0x3f91c3d3, 0x3f935a2b, 0x3f94f4f0, 0x3f96942d,
+        0x3f9837f0, 0x3f99e046, 0x3f9b8d3a, 0x3f9d3eda, 0x3f9ef532, 0x3fa0b051, 0x3fa27043, 0x3fa43516,
+        0x3fa5fed7, 0x3fa7cd94, 0x3fa9a15b, 0x3fab7a3a, 0x3fad583f, 0x3faf3b79, 0x3fb123f6, 0x3fb311c4,
+        0x3fb504f3, 0x3fb6fd92, 0x3fb8fbaf, 0x3fbaff5b, 0x3fbd08a4, 0x3fbf179a, 0x3fc12c4d, 0x3fc346cd,
+        0x3fc5672a, 0x3fc78d75, 0x3fc9b9be, 0x3fcbec15, 0x3fce248c, 0x3fd06334, 0x3fd2a81e, 0x3fd4f35b,
+        0x3fd744fd, 0x3fd99d16, 0x3fdbfbb8, 0x3fde60f5, 0x3fe0ccdf, 0x3fe33f89, 0x3fe5b907, 0x3fe8396a,
+        0x3feac0c7, 0x3fed4f30, 0x3fefe4ba, 0x3ff28177, 0x3ff5257d, 0x3ff7d0df, 0x3ffa83b3, 0x3ffd3e0c};
+    const int bits = 3 + fineness, index = code & ((1 << bits) - 1);
+    const std::uint32_t mantissa = mantissas[static_cast<std::size_t>(index << (max_fineness - fineness))];
+    return std::ldexp(std::bit_cast<float>(mantissa), code >> bits);
+}
+
+std::vector<float> step_sizes(std::span<const std::int16_t> codes, int fineness) {
+    std::vector<float> sizes(codes.size());
+    std::transform(codes.begin(), codes.end(), sizes.begin(),
+                   [&](std::int16_t code) { return step_size(code, fineness); });
+    return sizes;
 }
 
 Slots make_slots(const Tables& tables) {
@@ -132,8 +141,8 @@ Decoder::Decoder(const Layout& layout, const Tables& tables)
     : layout_(layout),
       first_class_(tables.first()),
       slots_(make_slots(tables)),
-      row_steps_(step_sizes(layout.row_steps)),
-      column_steps_(step_sizes(layout.column_steps)) {
+      row_steps_(step_sizes(layout.row_steps, layout.parameters.row_fineness)),
+      column_steps_(step_sizes(layout.column_steps, 0)) {
     check(layout.row_steps.size() == layout.row_classes.size() &&
               layout.column_steps.size() == layout.column_classes.size(),
           "steps and classes differ in number");

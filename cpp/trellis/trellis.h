@@ -14,12 +14,13 @@ inline constexpr int min_step = -126 * step_unit, max_step = 127 * step_unit;
 // The steps and classes of rows and columns, and the distribution of the integers.
 struct Layout {
     Parameters parameters;
-    std::span<const std::int16_t> row_steps, column_steps;      // in 1/8 octave
+    std::span<const std::int16_t> row_steps, column_steps;      // in 1/8 octave, rows finer if so described
     std::span<const std::int16_t> row_classes, column_classes;  // in 1/4 octave
 };
 
-// 2^(code / 8) as float.
-float step_size(int code);
+// 2^(code / (8 * 2^fineness)) as float.
+float step_size(int code, int fineness);
+std::vector<float> step_sizes(std::span<const std::int16_t> codes, int fineness);
 
 // Maximum size of an encoded chunk.
 std::size_t chunk_bound(std::size_t rows, std::size_t columns);

@@ -160,6 +160,9 @@ class TrellisCounts:
 def trellis_fit(counts: TrellisCounts, start: Buffer, parameters: MutableBuffer) -> None:
     """Write the parameters of the distribution with the fewest bits, searching from `start`."""
 
+def trellis_measure(counts: TrellisCounts, parameters: Buffer) -> float:
+    """Return the bits of the counted integers, coded with the distribution of `parameters`."""
+
 def trellis_pack(values: Buffer) -> bytes:
     """Return a short form of 16-bit integers that differ by less than 4096."""
 

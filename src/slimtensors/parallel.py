@@ -46,7 +46,7 @@ class Workers:
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, got {threads}")
-        self._count = threads or _cores()
+        self._count = threads or count_cores()
         self._pool = ThreadPoolExecutor(self._count, "slimtensors") if self._count > 1 else None
 
     def each(self, work: Callable[[int], T], count: int, /) -> list[T]:
@@ -135,7 +135,7 @@ def scale_slice(chunks: slice, size: int) -> slice:
     return slice(chunks.start * size, chunks.stop * size)
 
 
-def _cores() -> int:
+def count_cores() -> int:
     """Return the number of cores for this process, divided by the processes of torchrun."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

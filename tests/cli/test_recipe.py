@@ -1,6 +1,13 @@
 """`compress --recipe` on a tiny model folder."""
 
+import fcntl
 import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import jsonschema
@@ -54,7 +61,10 @@ def test_a_recipe_is_applied_and_reported(source, tmp_path, capsys):
     ]
     assert run(*command, "--work", tmp_path / "work") == 0
     out = capsys.readouterr().out
-    assert "model.layers.1.mlp.down_proj  unstructured  75.0%" in out
+    assert out.startswith("SparseGPT: 6 layers in ")
+    assert "6 changed layers" in out
+    assert "75.0% zeros" in out
+    assert len(out.splitlines()) <= 10
     assert "stored as bitmask" in out
     weights = slimtensors.load(tmp_path / "out")
     assert weights["model.layers.0.mlp.up_proj.weight"].eq(0).float().mean() == 0.75
@@ -112,6 +122,41 @@ def test_errors_name_the_recipe_or_source(source, tmp_path, capsys):
     assert run("compress", tmp_path / "x.safetensors", "--recipe", recipe, "-o", "out") == 2
     assert "--recipe requires a model folder" in capsys.readouterr().err
     assert run("compress", source, "--work", "here", "-o", "out") == 2
-    assert "--work requires --quantize or --recipe" in capsys.readouterr().err
+    assert "--work requires --quantize, --recipe or a budget" in capsys.readouterr().err
     assert run("compress", source, "--recipe", recipe) == 2
     assert "requires -o" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["--recipe", "recipe.yaml"], ["--quantize", "W4A16", "--method", "gptq"]]
+)
+def test_one_progress_bar_is_shown_on_a_terminal(source, tmp_path, options):
+    words = ["compress", source.name, *options, "--calibration", "text.txt", "-o", tmp_path / "out"]
+    command = [sys.executable, "-m", "slimtensors", *map(str, words)]
+    terminal, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = subprocess.Popen(
+        command, cwd=source.parent, stdout=subprocess.PIPE, stderr=side, text=True
+    )
+    os.close(side)
+    shown = b""
+    while chunk := _read_terminal(terminal):
+        shown += chunk
+    out, _ = process.communicate()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    label = "SparseGPT" if "--recipe" in options else "gptq"
+    total = 6 if "--recipe" in options else 14
+    frames = [frame for frame in shown.decode().split("\r") if "%|" in frame]
+    assert all(frame.lstrip().startswith(f"{label}: ") for frame in frames), shown
+    assert f"/{total} layers [" in frames[-1]
+    assert not shown.decode().split("\r")[-1].strip(), "the bar is removed at the end"
+    assert "%|" not in out
+
+
+def _read_terminal(terminal):
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the process has closed its side
+        return b""

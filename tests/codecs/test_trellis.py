@@ -12,10 +12,10 @@ from independent.reader.tensor import Tensor as Items
 from strategies import same_bits
 
 from slimtensors.codecs import Trellis
-from slimtensors.codecs.trellis import Rounded, Steps, as_matrix, round_matrix
+from slimtensors.codecs.trellis import Rounded, Steps, round_matrix, scale_rows
 from slimtensors.errors import ConfigError, CorruptFileError
 from slimtensors.parallel import Workers
-from slimtensors.tensor import Spec, relative_distance
+from slimtensors.tensor import Spec, as_bytes, relative_distance
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -51,6 +51,39 @@ def test_items_are_decoded_as_the_format_page_says(dtype, shape, step, size, see
     assert same_bits(into, back)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("row_dims", "fineness"), [(1, 0), (2, 1), (2, 3)])
+def test_other_layouts_are_decoded_as_the_format_page_says(row_dims, fineness, transposed):
+    x = normal(3, 4, 20, 36).bfloat16()
+    codec = Trellis(row_dims=row_dims, transposed=transposed)
+    weights = codec.to_matrix(x)
+    rows = torch.exp2(torch.arange(len(weights)) / 61 - 4)
+    steps = Steps(rows, torch.ones(weights.shape[1]), row_fineness=fineness)
+    parts = round_matrix(weights, steps).encode()
+    back = codec.decode(parts, Spec.of(x))
+    assert relative_distance(back, x) < 0.5
+    bits = {name: Items("uint8", tuple(p.shape), bytes(p.numpy())) for name, p in parts.items()}
+    want = slow.decode(
+        bits, "bfloat16", (4, 20, 36), x.numel(), row_dims=row_dims, transposed=transposed
+    )
+    assert as_bytes(back).numpy().tobytes() == want.data
+    assert same_bits(codec.decode_range(parts, Spec.of(x), 77, 1500), back.view(-1)[77:1500])
+
+
+def test_rows_are_scaled_without_new_integers():
+    x = normal(4, 60, 40)
+    codec = Trellis()
+    steps = Steps(torch.full((60,), 0.3), torch.ones(40), row_fineness=3)
+    parts = round_matrix(x, steps).encode()
+    factors = 1 + 0.1 * normal(5, 60).clamp(-2, 2)
+    scaled = scale_rows(parts, codec, Spec.of(x), factors)
+    want = codec.decode(parts, Spec.of(x)) * factors[:, None]
+    error = (codec.decode(scaled, Spec.of(x)) / want - 1)[want != 0]
+    assert error.abs().max() < 0.006  # half of 1/64 octave
+    same = scale_rows(parts, codec, Spec.of(x), torch.ones(60))
+    assert all(same_bits(same[name], parts[name]) for name in parts)
+
+
 @pytest.mark.parametrize(("step", "excess"), [(1.0, 0.15), (0.5, 0.15), (0.1, 0.13), (0.03, 0.13)])
 def test_the_rate_is_close_to_the_limit_for_normal_weights(step, excess):
     x = normal(1, 1024, 512)
@@ -66,7 +99,7 @@ def test_rows_and_columns_of_other_scales_share_a_budget():
     x = normal(2, 512, 256) * scales
     even = Trellis(0.5).encode(normal(2, 512, 256))
     steps = Steps(torch.full((512,), 0.5), scales)
-    scaled = round_matrix(as_matrix(x), steps).encode()
+    scaled = round_matrix(Trellis().to_matrix(x), steps).encode()
     assert abs(count_bits(scaled, x) - count_bits(even, x)) < 0.05
 
 
@@ -75,7 +108,7 @@ def test_a_huge_weight_is_never_clipped(value):
     x = normal(3, 64, 64)
     x[5, 6] = value
     steps = Steps(torch.full((64,), 0.25), torch.ones(64))
-    parts = round_matrix(as_matrix(x), steps).encode()
+    parts = round_matrix(Trellis().to_matrix(x), steps).encode()
     back = Trellis().decode(parts, Spec.of(x))
     assert abs(float(back[5, 6]) - value) <= 0.5
     assert count_bits(parts, x) < 8

@@ -150,3 +150,27 @@ def test_the_chart_is_drawn_from_figures_in_the_results(results):
             (section,) = (x for x in sections if x.startswith(f"{row['benchmark']}\n"))
             assert row["value"] in section, row
     assert chart.TARGET.read_text() == chart.draw(chart.make_panels(rows))
+
+
+@pytest.fixture
+def fit_chart(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("fit_chart")
+
+
+def test_the_fit_chart_is_drawn_from_its_table(fit_chart):
+    assert fit_chart.TARGET.read_text() == fit_chart.draw(fit_chart.read_points())
+
+
+def test_fitted_models_are_compared_with_the_best_gguf_types_only_between_measured_sizes(fit_chart):
+    def point(method, size, kl):
+        return fit_chart.Point("smollm2", method, size, kl)
+
+    ours = [point("slimtensors fit 40", 40, 0.4), point("slimtensors fit 60", 60, 0.1)]
+    peers = [point("GGUF Q2", 80, 0.2), point("GGUF Q3", 81, 0.3), point("GGUF Q5_K_M", 50, 0.9)]
+    small, best = fit_chart.compare([*ours, *peers])
+    assert (small.peer, best.peer) == ("GGUF Q5_K_M", "GGUF Q2")  # Q3 is larger and worse than Q2
+    assert best.bytes_ratio == pytest.approx((40 * 60) ** 0.5 / 80)
+    assert best.kl_ratio != best.kl_ratio  # no fitted model of 80 bytes
+    assert 0.1 / 0.9 < small.kl_ratio < 0.4 / 0.9
+    assert (small.goal, best.goal) == (0.8, 0.7)

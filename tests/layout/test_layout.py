@@ -221,6 +221,8 @@ def test_help_loads_neither_torch_nor_a_verb():
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_everything_public_has_a_docstring(path):
+    if path.stem == "vllm_loader":
+        pytest.importorskip("vllm")  # in an environment of its own
     module = import_module(name_of(path))
     assert module.__doc__, f"{path} has no docstring"
     for name, thing in vars(module).items():

@@ -2,18 +2,23 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 import torch
+from strategies import same_bits
 from tiny_models import bert, mixtral, same_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 from slimtensors.errors import ConfigError, MismatchError
@@ -37,6 +42,7 @@ from slimtensors.recipe.report import measure
 from slimtensors.transformers.auto import SparseAutoModelForCausalLM
 from slimtensors.transformers.oneshot import oneshot
 
+WIDE_GROUPS = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 128}}
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
 ASYMMETRIC = {
     "group_0": {
@@ -48,16 +54,10 @@ TEXT = ["the quick brown fox jumps over the lazy dog and runs away " * 4] * 6
 FEW = Calibration(samples=6, length=16, batch_size=3)
 
 
-def llama(dtype=torch.float32, layers=2):
+def llama(dtype=torch.float32, layers=2, **sizes):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    default = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=layers, **default | sizes)
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -196,15 +196,34 @@ def test_linear_layers_of_other_classes_are_reported_as_unchanged():
     assert torch.equal(mlp.up_proj.weight, before)
 
 
-def test_empty_layers_are_refused_before_any_work():
+@pytest.mark.parametrize("recipe", [[Wanda(0.5)], [GPTQ(config_groups=GROUPS)]])
+def test_layers_with_weight_norm_are_left_alone_and_reported(recipe):
     model = llama(layers=1)
-    up_proj = model.model.layers[0].mlp.up_proj
-    up_proj.weight = nn.Parameter(torch.empty(0, 32))
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    with pytest.raises(ConfigError, match="up_proj: cannot prune an empty weight"):
-        oneshot(model, [Wanda(0.5)], batches())
-    assert not calls
+    weight_norm(model.model.layers[0].mlp.up_proj)
+    model.extra = weight_norm(nn.Conv1d(4, 4, 3))
+    _, report = oneshot(model, recipe, batches())
+    reasons = {layer.name: layer.reason for layer in report.unchanged}
+    assert reasons["model.layers.0.mlp.up_proj"] == "ParametrizedLinear is not supported"
+
+
+@pytest.mark.parametrize("recipe", [[Wanda(0.5)], [GPTQ(config_groups=GROUPS)]])
+def test_empty_layers_are_left_alone_and_reported(recipe):
+    model = llama(layers=1)
+    model.model.layers[0].mlp.extra = extra = nn.Linear(32, 1)
+    extra.weight = nn.Parameter(torch.empty(0, 32))
+    _, report = oneshot(model, recipe, batches())
+    reasons = {layer.name: layer.reason for layer in report.unchanged}
+    assert reasons["model.layers.0.mlp.extra"] == "empty"
+
+
+def test_a_layer_beside_the_output_layer_is_pruned():
+    config = RobertaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model, report = oneshot(RobertaForMaskedLM(config), [MagnitudePruning(0.5)])
+    assert model.lm_head.dense.weight.eq(0).float().mean() == pytest.approx(0.5, abs=0.01)
+    reasons = {layer.name: layer.reason for layer in report.unchanged}
+    assert reasons.keys() == {"lm_head.decoder"}
 
 
 def test_a_pruned_model_is_saved_sparse_and_loads_unchanged(tmp_path):
@@ -338,21 +357,50 @@ def test_estimated_bits_are_marked(tmp_path):
     assert not stored[
         "model.layers.0.mlp.experts.down_proj"
     ]  # experts are stored under other names
-    rows = [line.split() for line in str(report).splitlines()]
+    rows = [line.split() for line in report.format_layers().splitlines()]
     assert all(row[3].startswith("~") != stored[row[0]] for row in rows if row[0] in stored)
 
 
-def test_a_report_is_printed_as_a_table():
+def test_a_report_is_printed_as_a_summary_of_ten_lines():
     model = llama()
     calibration = Calibration(evaluate=batches())
     recipe = [Wanda(0.5, ignore=["lm_head", "re:.*nothing"]), Quantize("W8A8")]
-    text = str(oneshot(model, recipe, batches(), calibration=calibration)[1])
-    head, *rows = text.splitlines()
+    report = oneshot(model, recipe, batches(), calibration=calibration)[1]
+    head, *rows = report.format_layers().splitlines()
     assert head.split() == ["layer", "structure", "zeros", "bits", "Wanda", "Quantize", "seconds"]
     assert len([row for row in rows if row.startswith("model.layers.")]) == 14
+    text = str(report)
+    assert [line.partition(" in ")[0] for line in text.splitlines()[:2]] == [
+        "Wanda: 14 layers",
+        "Quantize: 14 layers",
+    ]
+    assert "14 changed layers: ~8." in text
     assert "perplexity" in text
     assert "note: 6 samples of calibration data, not 128" in text
     assert "note: ignore: 're:.*nothing' matches nothing in this model" in text
+    many = replace(report, notes=tuple(f"note {i}" for i in range(99)))
+    *_, last = lines = str(many).splitlines()
+    assert len(lines) == 10
+    rest = len(text.splitlines()) - len(report.notes) + 99 - 9
+    assert last == f"{rest} more lines are in report.json"
+
+
+def test_a_preset_in_a_recipe_uses_groups_that_fit(tmp_path):
+    sizes = {"hidden_size": 96, "intermediate_size": 128}
+    model = llama(**sizes)
+    recipe = GPTQ({"W4A16": ["Linear"]})
+    model, report = oneshot(model, recipe, batches(), output_dir=tmp_path / "out")
+    found = {layer.name.rpartition(".")[2]: layer.group_size for layer in report.layers}
+    assert found == {"down_proj": 128} | dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"), 32
+    )
+    assert "note: group size 32 instead of 128: 12 layers with 96 columns" in str(report)
+    again = Recipe.load(tmp_path / "out" / "recipe.yaml")
+    _, repeated = oneshot(llama(**sizes), again, batches())
+    assert [x.group_size for x in repeated.layers] == [x.group_size for x in report.layers]
+    loaded = SparseAutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, x in model.state_dict().items():
+        assert same_bits(x, loaded.state_dict()[name]), name
 
 
 def test_a_killed_run_resumes_from_its_work_folder(tmp_path, monkeypatch):
@@ -420,7 +468,10 @@ def test_mappings_select_the_norms_to_smooth():
             "q_proj.*: 32 columns are not divisible into groups of 6",
         ),
         ([Wanda(0.5), Wanda(0.6, mask_structure="16x3")], "does not divide into blocks"),
-        ([Wanda(0.5), GPTQ("W4A16")], "GPTQ: .*q_proj.*: 32 columns are not divisible"),
+        (
+            [Wanda(0.5), GPTQ(config_groups={"group_0": WIDE_GROUPS})],
+            "GPTQ: .*q_proj.*: 32 columns are not divisible.*fit: 32, 16, channel",
+        ),
         ([Wanda(0.5), Quantize("W8A8", targets=["Nothing"])], "no layer of the model matches"),
         (
             AWQ(config_groups=GROUPS, mappings=[[["re:.*o_proj"], "re:.*v_proj"]]),

@@ -261,6 +261,63 @@ def test_layers_that_stay_dense_are_listed_with_their_reasons(view):
     assert "Dense layers" in opened.texts(".jump a")
 
 
+FIT = {
+    "budget": {"size": "60MB"},
+    "parameters": 1000,
+    "source_bytes": 2000,
+    "weight_bytes": 59_900_000,
+    "bits_per_parameter": 3.5123,
+    "predicted_kl": 0.02,
+    "measured": {
+        "predictions": 2048,
+        "kl": 0.0301,
+        "top1_agreement": 0.9,
+        "acceptance_rate": 0.95,
+        "cosine": 0.99,
+        "perplexity_before": 10.0,
+        "perplexity": 10.5,
+    },
+    "curve": [
+        {"bytes": size, "predicted_kl": loss}
+        for size, loss in ((40_000_000, 0.2), (59_900_000, 0.02), (80_000_000, 0.002))
+    ],
+    "tensors": [
+        {"name": HOSTILE[1], "weights": 100, "bits": 6.0, "predicted_kl": 0.005, "note": ""},
+        {"name": "model.layers.0.attn.q.weight", "weights": 100, "bits": 2.0}
+        | {"predicted_kl": 0.01, "note": ""},
+        {"name": "model.layers.1.attn.q.weight", "weights": 300, "bits": 4.0}
+        | {"predicted_kl": 0.005, "note": ""},
+    ],
+    "notes": [HOSTILE[0]],
+}
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_fitted_model_is_shown_with_its_curve(view, width):
+    opened = view(replace(report_with_tensors(20), fit=FIT), width=width)
+    figures = opened.texts("#fit .figures dd")
+    assert figures[:5] == ["60MB", "59.9 MB", "3.51", "0.02", "0.0301"]
+    assert figures[5:] == ["10.00 → 10.50", "90.0 %", "95.0 %"]
+    rows = [row.replace("\n", "").split("\t") for row in opened.texts("#fit tbody tr")]
+    assert [row[0] for row in rows] == ["model.layers.*.attn.q.weight", HOSTILE[1]]
+    assert [row[-2:] for row in rows] == [["3.50", "75.0 %"], ["6.00", "25.0 %"]]
+    assert opened.page.locator("#fit .curve").count() == 1
+    predicted, measured = (box.bounding_box() for box in opened.page.locator("#fit .dot").all())
+    assert predicted["x"] == measured["x"]
+    assert predicted["y"] > measured["y"], "the measured loss is larger"
+    assert opened.texts("#fit .notes li") == [HOSTILE[0]]
+    assert opened.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    opened.page.get_by_role("button", name="predicted loss", exact=True).click()
+    assert opened.texts("#layers tbody tr:first-child td")[:2] == ["50.00", "25.00"]
+
+
+def test_a_fitted_model_without_measurements_is_shown(view):
+    fit = {**FIT, "measured": None, "predicted_kl": None, "budget": {"bits": 3}, "curve": []}
+    opened = view(replace(report_with_tensors(3), fit=fit))
+    assert opened.texts("#fit .figures dd") == ["3 bits", "59.9 MB", "3.51", "\u2013"]
+    assert opened.page.locator("#fit .curve").count() == 0
+
+
 def test_a_recipe_is_shown_layer_by_layer(view):
     recipe = {**RECIPE, "notes": [HOSTILE[1]]}
     recipe["stages"] = [{"name": "tune", "steps": 1200, "seconds": 9.0, "loss": 1.25}]
@@ -269,7 +326,7 @@ def test_a_recipe_is_shown_layer_by_layer(view):
     stages, changes = opened.page.locator("#recipe tbody").all_inner_texts()
     assert stages.split("\t") == ["tune", "1,200", "1.2500", "9.0 s"]
     assert changes.split("\t")[:5] == ["up", "GPTQ", "gptq", "1.00 %", "2.00 %"]
-    assert changes.split("\t")[5:] == ["0.99000", "50.0 %", "4.25", "500 ms"]
+    assert changes.split("\t")[5:] == ["0.99000", "50.0 %", "4.25", "\u2013", "500 ms"]
     assert opened.texts("#recipe .notes li") == [HOSTILE[1], "GPTQ: few tokens"]
     assert opened.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     broken = {

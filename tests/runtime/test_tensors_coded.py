@@ -13,6 +13,8 @@ from torch.nn import functional
 
 import slimtensors
 from slimtensors import tensor as memory
+from slimtensors.codecs import Trellis
+from slimtensors.codecs.plan import Plan
 from slimtensors.errors import CorruptFileError
 from slimtensors.quantization import (
     coded_weight,
@@ -249,3 +251,84 @@ def test_quantized_and_coded_weights_can_be_combined():
     quantize_(mixed, coded_weight(), lambda module, name: name.endswith(".2"))
     decode_ahead(mixed)
     assert mixed(TOKENS).isfinite().all()
+
+
+def rounded_weight(rows, columns, dtype=torch.bfloat16, **options):
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=random).to(dtype)
+    return coded_weight(Plan(Trellis(**options)))(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_trellis_weights_are_multiplied_chunk_by_chunk(ahead, dtype, monkeypatch):
+    layer = nn.Linear(300, 2000, dtype=dtype).requires_grad_(False)
+    layer.weight = nn.Parameter(rounded_weight(2000, 300, dtype), requires_grad=False)
+    if ahead:
+        decode_ahead([layer])
+    x = torch.randn(5, 300).to(dtype)
+    expected = functional.linear(x, layer.weight.dequantize(), layer.bias)
+    monkeypatch.delattr(CodedTensor, "decompress")
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_trellis_rows_are_looked_up_chunk_by_chunk(monkeypatch):
+    compressed = rounded_weight(4000, 300)
+    weight = compressed.dequantize()
+    monkeypatch.delattr(CodedTensor, "decompress")
+    for tokens in (torch.tensor([[7]]), torch.tensor([[3999, 0], [7, 0]]), torch.arange(4000)):
+        with torch.inference_mode():
+            assert same_bits(functional.embedding(tokens, compressed), weight[tokens])
+    assert functional.embedding(torch.empty(0, dtype=torch.long), compressed).shape == (0, 300)
+    for token in (4000, 100_000, -1):
+        with pytest.raises(IndexError):
+            functional.embedding(torch.tensor([token]), compressed)
+
+
+def test_transposed_trellis_weights_are_decoded_as_a_whole():
+    compressed = rounded_weight(500, 700, transposed=True)
+    x = torch.randn(3, 700).bfloat16()
+    weight = compressed.dequantize()
+    assert same_results(functional.linear(x, compressed), functional.linear(x, weight))
+    assert same_bits(functional.embedding(torch.tensor([3, 499]), compressed), weight[[3, 499]])
+
+
+def test_copying_into_a_looked_up_trellis_weight_parses_it_again():
+    compressed, other = rounded_weight(2000, 300), rounded_weight(2000, 300)
+    functional.embedding(torch.tensor([1]), compressed)
+    other.leaf1[-1] ^= 1
+    compressed.copy_(other)
+    with pytest.raises(CorruptFileError, match="checksum"):
+        functional.embedding(torch.tensor([1999]), compressed)
+
+
+def test_embeddings_are_not_decoded_ahead_but_tied_heads_are():
+    compressed = nn.Parameter(rounded_weight(512, 64), requires_grad=False)
+    embedding, head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+    embedding.weight = head.weight = compressed
+    first = nn.Linear(64, 64, bias=False).bfloat16()
+    first.weight = nn.Parameter(rounded_weight(64, 64), requires_grad=False)
+    ahead = decode_ahead([embedding, first, head])
+    assert [id(x) for x in ahead._weights] == [id(first.weight), id(compressed)]
+
+
+def test_another_order_of_weights_is_learned(monkeypatch, threads_of_torch):
+    coded = model(3)
+    quantize_(coded, coded_weight())
+    decode_ahead(coded)
+    order = [2, 0, 1]
+    starts = []
+    start = Prefetcher._start
+
+    def observe(self, weight):
+        starts.append(threading.current_thread() is threading.main_thread())
+        return start(self, weight)
+
+    monkeypatch.setattr(Prefetcher, "_start", observe)
+    for _ in range(3):
+        starts.clear()
+        for i in order:
+            coded[i](TOKENS)
+    # Nothing is decoded ahead of the weight that follows the last one in the list.
+    assert starts.count(True) == (1 if threads_of_torch == 1 else 0)

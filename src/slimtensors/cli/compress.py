@@ -1,6 +1,7 @@
 """`slimtensors compress`: make a file or a model folder smaller."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from slimtensors.archive import Archive, Progress, dialects, estimate, save
@@ -16,6 +17,7 @@ from slimtensors.folder.compress import (
     match_globs,
     restrict_to,
 )
+from slimtensors.folder.config_json import COMPRESSED_TENSORS
 from slimtensors.folder.processes import ProcessGroup
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.folder.weights import FolderOptions
@@ -35,7 +37,8 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--group-size",
         metavar="N",
-        help="weights that share a scale: a number, or 'channel' (default: as in the scheme)",
+        help="weights that share a scale: a number, or 'channel' (default: as in the scheme, or"
+        " less if that does not fit a layer)",
     )
     group.add_argument("--method", choices=("rtn", "gptq"), help="rounding method (default: rtn)")
     group.add_argument(
@@ -48,24 +51,39 @@ def add_quantize_options(verb: argparse.ArgumentParser) -> None:
         "--ignore",
         action="append",
         metavar="LAYER",
-        help="layer name or re:PATTERN not to quantize (default: lm_head)",
+        help="layer name or re:PATTERN not to quantize (default with --quantize: lm_head)",
     )
+
+
+_OTHER_USES = {
+    "calibration": ", --recipe or a budget (--target-size)",
+    "work": ", --recipe or a budget (--target-size)",
+    "ignore": " or a budget (--target-size)",
+}
+"""Options of --quantize that others take too."""
 
 
 def check_quantize(options: argparse.Namespace) -> None:
     """Raise if the options of --quantize are incomplete or contradict each other."""
     dependent = ("group_size", "method", "calibration", "work", "ignore")
+    if options.heal is not None:
+        raise ConfigError("--heal requires a budget (--target-size)")
     if options.quantize is None:
         for name in dependent:
             if getattr(options, name) is not None:
-                alternative = " or --recipe" if name in ("calibration", "work") else ""
                 option = name.replace("_", "-")
-                raise ConfigError(f"--{option} requires --quantize{alternative}")
+                raise ConfigError(f"--{option} requires --quantize{_OTHER_USES.get(name, '')}")
+        if getattr(options, "for"):
+            raise ConfigError(
+                "--for vllm requires --quantize; vLLM loads other folders as they are"
+            )
         return
     if options.dry_run or options.only or options.skip:
         raise ConfigError("--quantize takes --ignore, not --dry-run, --only or --skip")
     if options.preset is not None:
         raise ConfigError("--quantize cannot be combined with --preset")
+    if getattr(options, "for") and options.dialect not in (None, COMPRESSED_TENSORS):
+        raise ConfigError(f"--for vllm requires the dialect {COMPRESSED_TENSORS}")
     if not is_model_folder(options.source):
         raise ConfigError(f"{options.source}: --quantize requires a model folder")
     if (options.method == "gptq" or options.work) and options.calibration is None:
@@ -77,7 +95,7 @@ def run_quantize(
 ) -> Summary:
     """Quantize a folder, with calibration data if given."""
     config = _config(options)
-    dialect = options.dialect or "compressed-tensors"
+    dialect = options.dialect or COMPRESSED_TENSORS
     dialects.find(dialect)  # raise for an unknown one before the model runs
     folder_options = FolderOptions(
         max_shard_size=options.max_shard_size,
@@ -86,8 +104,11 @@ def run_quantize(
         progress=bar,
         ranks=group,
     )
+    coded = getattr(options, "for") == "vllm"
     if options.calibration is None:
-        return quantize_folder(archive, options.output, config, dialect=dialect, how=folder_options)
+        return quantize_folder(
+            archive, options.output, config, dialect=dialect, coded=coded, how=folder_options
+        )
     from slimtensors.transformers.calibrate import calibrate_folder
 
     return calibrate_folder(
@@ -98,6 +119,7 @@ def run_quantize(
         method=options.method or "rtn",
         calibration=Calibration(work=options.work),
         dialect=dialect,
+        coded=coded,
         how=folder_options,
     )
 
@@ -130,8 +152,10 @@ _NOT_WITH_RECIPE = (
     "ignore",
     "preset",
     "dialect",
+    "for",
     "max_shard_size",
     "threads",
+    "heal",
 )
 
 
@@ -166,13 +190,86 @@ def run_recipe(options: argparse.Namespace) -> int:
         raise ConfigError(f"{with_data[0]} requires calibration data: --calibration FILE")
     from slimtensors.transformers.oneshot import oneshot
 
-    _, report = oneshot(
-        options.source,
-        recipe,
-        options.calibration,
-        output_dir=options.output,
-        calibration=Calibration(work=options.work),
+    with console.hide_transformers_progress():
+        _, report = oneshot(
+            options.source,
+            recipe,
+            options.calibration,
+            output_dir=options.output,
+            calibration=Calibration(work=options.work),
+        )
+    if options.json:
+        console.print_json(report.to_json())
+    elif not options.quiet:
+        print(report)
+    return 0
+
+
+_BUDGETS = {"target_size": "size", "target_bits": "bits", "max_kl": "kl"}
+"""Option -> field of `Budget`."""
+_NOT_WITH_BUDGET = ("quantize", "recipe", "group_size", "method", "preset", "dialect", "for")
+
+
+def add_budget_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that fit a model to a budget."""
+    group = verb.add_argument_group("fitting a model folder to a budget")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--target-size", metavar="SIZE", help="bytes of all weight files, such as 60MB"
     )
+    choice.add_argument(
+        "--target-bits", type=float, metavar="BITS", help="bits per parameter of all weight files"
+    )
+    choice.add_argument(
+        "--max-kl",
+        type=float,
+        metavar="NATS",
+        help="divergence from the original model on held-out text, per token",
+    )
+    group.add_argument(
+        "--heal",
+        type=float,
+        metavar="MINUTES",
+        help="then tune norms, biases and row scales for this time",
+    )
+
+
+def find_budget(options: argparse.Namespace) -> str | None:
+    """Return the name of the budget option that is given, or None."""
+    return next((name for name in _BUDGETS if getattr(options, name) is not None), None)
+
+
+def run_fit(options: argparse.Namespace, name: str) -> int:
+    """Fit a model folder to a budget and print the report."""
+    option = f"--{name.replace('_', '-')}"
+    for other in _NOT_WITH_BUDGET:
+        if getattr(options, other) is not None:
+            raise ConfigError(f"--{other.replace('_', '-')} cannot be combined with {option}")
+    if options.dry_run or options.only or options.skip:
+        raise ConfigError(f"{option} takes --ignore, not --dry-run, --only or --skip")
+    if options.output is None:
+        raise ConfigError("compress requires -o")
+    if not is_model_folder(options.source):
+        raise ConfigError(f"{options.source}: {option} requires a model folder")
+    from slimtensors.transformers.fit import CALIBRATION, Budget, fit
+
+    budget = Budget(**{_BUDGETS[name]: getattr(options, name)})
+    console.refuse_existing(options.output, options.source, force=options.force)
+    with console.hide_transformers_progress():
+        _, report = fit(
+            options.source,
+            budget,
+            options.calibration,
+            output_dir=options.output,
+            calibration=replace(CALIBRATION, work=options.work),
+            ignore=options.ignore or (),
+            heal=options.heal,
+            how=FolderOptions(
+                max_shard_size=options.max_shard_size,
+                replace=options.force,
+                threads=options.threads,
+            ),
+        )
     if options.json:
         console.print_json(report.to_json())
     elif not options.quiet:
@@ -182,8 +279,10 @@ def run_recipe(options: argparse.Namespace) -> int:
 
 EXAMPLES = (
     "slimtensors compress my-model -o my-model-slim",
+    "slimtensors compress my-model --target-size 60MB --calibration text.txt -o my-model-60MB",
     "slimtensors compress my-model --dry-run --preset extreme",
     "slimtensors compress my-model --quantize W4A16 --ignore lm_head -o my-model-w4a16",
+    "slimtensors compress my-model --quantize W4A16 --for vllm -o my-model-w4a16-slim",
     "slimtensors compress my-model --quantize W4A16 --method gptq --calibration text.txt -o w4",
     "slimtensors compress s3://bucket/model.safetensors --skip '*.bias' -o small.safetensors",
 )
@@ -198,8 +297,14 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
         "--dialect",
         help=f"{', '.join(dialects.names())} (default: slim; compressed-tensors with --quantize)",
     )
+    verb.add_argument(
+        "--for",
+        choices=("vllm",),
+        help="with --quantize: entropy-code what vLLM loads; it decodes with slimtensors installed",
+    )
     add_quantize_options(verb)
     add_recipe_option(verb)
+    add_budget_options(verb)
     console.add_shard_size(verb)
     verb.add_argument("--dry-run", action="store_true", help="print the sizes without writing")
     console.add_filters(verb, "compress")
@@ -212,6 +317,10 @@ def run(options: argparse.Namespace) -> int:
     """Compress, and print the sizes before and after."""
     with process_group(options) as group:
         console.require_models(options.source)
+        if budget := find_budget(options):
+            if group.count > 1:
+                raise ConfigError("a budget needs one process; start it without torchrun")
+            return run_fit(options, budget)
         if options.recipe is not None:
             if group.count > 1:
                 raise ConfigError("--recipe runs in one process; start it without torchrun")
@@ -237,6 +346,9 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> tuple[int, Summary
         check_globs(archive, options.only + options.skip)
         parse_size(options.max_shard_size)
         total = console.dense_bytes(archive)
+        if options.calibration is not None:  # shows the progress of layers
+            with console.hide_transformers_progress():
+                return total, run_quantize(options, archive, lambda nbytes: None, group)
         with rank_progress(total, "compress", group) as bar:
             compress = run_quantize if options.quantize else _compress
             return total, compress(options, archive, bar, group)

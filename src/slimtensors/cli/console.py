@@ -144,6 +144,20 @@ def progress(total: int, label: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
+@contextmanager
+def hide_transformers_progress() -> Iterator[None]:
+    """Hide the progress bars of transformers, which would overwrite ours."""
+    from transformers.utils import logging
+
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()
+
+
 def add_timeout(verb: argparse.ArgumentParser) -> None:
     """Add --timeout, for runs with several processes."""
     verb.add_argument(

@@ -29,6 +29,7 @@ from slimtensors.report import (
     collect_run,
     is_report,
     new_report,
+    read_fit_report,
     read_recipe,
     read_report,
     write_page,
@@ -111,17 +112,50 @@ def run(options: argparse.Namespace) -> int:
     if is_report(options.source) or _recipe(options.source):
         raise ConfigError(f"{options.source} is a report; use --html FILE to make a page of it")
     summary = _distributed(options) if is_distributed(options.source) else _archive(options)
+    is_fitted = any("trellis" in tensor.codec for tensor in summary.tensors)
+    fit = read_fit_report(options.source) if is_fitted else None
     if options.json:
-        console.print_json(summary.to_json())
+        console.print_json(summary.to_json() | ({"fit": fit} if fit else {}))
         return 0
     layout = format_markdown if options.markdown else format_table
     rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
     columns = len(_HEAD) if options.bound else len(_HEAD) - 1
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
-    print(
-        model_card(summary, listing, read_config(options.source)) if options.markdown else listing
-    )
+    loss = _describe_fit(fit) if fit else []
+    if options.markdown:
+        card = model_card(summary, listing, read_config(options.source))
+        print("\n\n".join([card, *(["\n".join(f"- {line}" for line in loss)] if loss else [])]))
+    else:
+        print("\n".join([listing, *loss]))
     return 0
+
+
+def _describe_fit(fit: Json) -> list[str]:
+    """Return lines about the budget of a fitted model, and its predicted and measured loss."""
+    budget = fit["budget"]
+    limits = {
+        "size": lambda x: f"{format_bytes(x) if isinstance(x, int) else x} of weight files",
+        "bits": lambda x: f"{x} bits per parameter",
+        "kl": lambda x: f"a KL divergence of {x}",
+    }
+    goals = [limits[key](value) for key, value in budget.items() if key in limits]
+    lines = [
+        f"budget: {', '.join(goals) or 'unknown'}; used: {format_bytes(fit['weight_bytes'])},"
+        f" {fit['bits_per_parameter']:.3f} bits per parameter"
+    ]
+    if fit["predicted_kl"] is not None:
+        lines.append(f"predicted loss: KL {fit['predicted_kl']:.3g}")
+    found = fit["measured"]
+    parts = []
+    if found is not None and found["kl"] is not None:
+        parts.append(f"KL {found['kl']:.3g} on {found['predictions']:,} held-out predictions")
+    if found is not None and found["perplexity"] is not None:
+        parts.append(f"perplexity {found['perplexity_before']:.2f} -> {found['perplexity']:.2f}")
+    if found is not None and found["top1_agreement"] is not None:
+        parts.append(f"top-1 agreement {found['top1_agreement']:.1%}")
+    if found is not None and found["acceptance_rate"] is not None:
+        parts.append(f"acceptance rate {found['acceptance_rate']:.1%}")
+    return [*lines, f"measured loss: {', '.join(parts) or 'unknown'}"]
 
 
 def _archive(options: argparse.Namespace) -> Summary:

@@ -29,7 +29,7 @@ from slimtensors.tensor import (
 PRICE_OF_BIT = 0.37
 """Squared steps that a bit is worth: the slope of error over size at the usual rates."""
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUNDED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CHUNK = 1 << 18
 """Weights per chunk: enough to amortize the coder's states, few enough for a core's cache."""
 _MIN_ROWS = 32
@@ -39,6 +39,8 @@ _ROW = 8
 _CLASSES_PER_OCTAVE = 4
 _CLASS_OF_ONE = 12
 """Class of weights whose mean magnitude is one step."""
+_FINENESS = 6
+"""Index of the fineness of row steps among the parameters."""
 _START = np.array([15, 32, 0, 0, 0, 0, 0, 0], np.int8).tobytes()
 """Parameters from which the search for a distribution starts: a normal one."""
 _MIN_STEP, _MAX_STEP = -126 * 8, 127 * 8
@@ -58,16 +60,38 @@ class Trellis:
     lossy: ClassVar[bool] = True
 
     step: float = 0.25
-    """Step in units of the RMS of the tensor. Half of it saves about a bit per weight."""
+    """Step in units of the RMS of the tensor. Half of it costs about a bit per weight."""
+    row_dims: int = 1
+    """Number of leading dimensions whose indices are rows; the others are columns."""
+    transposed: bool = False
+    """Whether the last two dimensions are exchanged first: for `[inputs, outputs]`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.step, int | float) or not 0.01 <= self.step <= 10:
             raise ConfigError(f"step must be a number from 0.01 to 10, got {self.step!r}")
+        if not isinstance(self.row_dims, int) or not 1 <= self.row_dims <= 8:
+            raise ConfigError(f"row_dims must be an integer from 1 to 8, got {self.row_dims!r}")
+
+    def to_matrix(self, x: Tensor) -> Tensor:
+        """Return a tensor as a float32 matrix; raise `ConfigError` if it cannot be rounded."""
+        if x.dtype not in ROUNDED_DTYPES:
+            raise ConfigError(f"{x.dtype} cannot be rounded; expected bfloat16, float16 or float32")
+        if not x.numel():
+            raise ConfigError(f"an empty tensor of shape {tuple(x.shape)} cannot be rounded")
+        x = x.detach()
+        if self.transposed:
+            if x.dim() < 2:
+                raise ConfigError(f"a tensor of shape {tuple(x.shape)} cannot be transposed")
+            x = x.transpose(-1, -2)
+        weights = x.reshape(_matrix_shape(tuple(x.shape), self.row_dims)).float().contiguous()
+        if not weights.isfinite().all():
+            raise ConfigError("NaN and infinity cannot be rounded")
+        return weights
 
     def encode(self, x: Tensor, each: Each = serially) -> Parts:
         """Round with the same step everywhere and return `steps` and `stream`."""
-        weights = as_matrix(x)
-        rms = weights.square().mean().sqrt()
+        weights = self.to_matrix(x)
+        rms = weights.double().square().mean().sqrt()
         step = float(rms) * self.step if float(rms) else 1.0
         rows, columns = weights.shape
         return encode_matrix(weights, Steps(torch.full((rows,), step), torch.ones(columns)), each)
@@ -75,24 +99,44 @@ class Trellis:
     def decode(self, parts: Parts, like: Spec, each: Each = serially) -> Tensor:
         """Decode every chunk and compare its checksum."""
         out = allocate(like)
-        _Stream.parse(parts, like).decode_all(out, each)
+        self.decode_into(parts, out, each)
         return out
 
     def decode_into(self, parts: Parts, out: Tensor, each: Each = serially) -> None:
         """Decode into the memory of `out`."""
-        _Stream.parse(parts, Spec.of(out)).decode_all(out, each)
+        stream = self.parse(parts, Spec.of(out))
+        if not self.transposed:
+            stream.decode_all(out, each)
+            return
+        matrix = allocate(stream.like)
+        stream.decode_all(matrix, each)
+        out.copy_(matrix.transpose(-1, -2))
 
     def decode_range(self, parts: Parts, like: Spec, begin: int, end: int) -> Tensor:
-        """Return items `begin` to `end` of the flat tensor, decoding only their chunks."""
+        """Return items `begin` to `end` of the flat tensor, decoding only their chunks.
+
+        A transposed tensor is decoded as a whole.
+        """
         if not 0 <= begin <= end <= like.numel:
             raise IndexError(f"items {begin} to {end} are out of range for {like.numel} items")
         if begin == end:
             return torch.empty(0, dtype=like.dtype)
-        stream = _Stream.parse(parts, like)
+        if self.transposed:
+            return self.decode(parts, like).view(-1)[begin:end].clone()
+        stream = self.parse(parts, like)
         chunks = range(begin // stream.chunk_items, ceil_div(end, stream.chunk_items))
         first = chunks.start * stream.chunk_items
         pieces = [stream.decode_chunk(i) for i in chunks]
         return torch.cat(pieces)[begin - first : end - first]
+
+    def parse(self, parts: Parts, like: Spec) -> "_Stream":
+        """Return the stream of a tensor in the layout in which it is coded."""
+        shape = tuple(like.shape)
+        if self.transposed:
+            if len(shape) < 2:
+                raise CorruptFileError(f"a tensor {like} cannot be transposed")
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return _Stream.parse(parts, Spec(like.dtype, shape), self.row_dims)
 
 
 @dataclass(frozen=True)
@@ -112,6 +156,8 @@ class Steps:
     price_of_bit: float = PRICE_OF_BIT
     keep_zeros: bool = False
     """Whether weights that are zero stay zero."""
+    row_fineness: int = 0
+    """How often the unit of row steps, an eighth of an octave, is halved."""
 
 
 @dataclass
@@ -125,6 +171,8 @@ class Rounded:
     integers: Tensor
     """int32, of the shape of the matrix."""
     matrix: "_core.TrellisMatrix" = field(repr=False)
+    bits: float
+    """Size of the coded integers, without steps and chunk tables."""
 
     def encode(self, each: Each = serially) -> Parts:
         """Return the parts."""
@@ -136,42 +184,28 @@ class Rounded:
             integers = as_bytes(self.integers[chunk.start : chunk.stop])
             return out[: self.matrix.encode(chunk.start, integers, out)].clone()
 
-        pieces = each(encode_chunk, len(chunks))
         head = _HEAD.pack(self.parameters, self.chunk_rows)
-        packed = [_core.trellis_pack(as_bytes(vector)) for vector in self.vectors]
-        steps = b"".join([head, *packed])
-        seed = _core.crc32c(steps)
-        table = [(piece.numel(), _core.crc32c(piece, seed)) for piece in pieces]
-        lines = torch.from_numpy(np.array(table, "<u4").reshape(-1, 2)).view(torch.uint8).view(-1)
-        return {
-            "steps": torch.frombuffer(bytearray(steps), dtype=torch.uint8),
-            "stream": concatenate([lines, *pieces]),
-        }
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """Return a tensor as a float32 matrix of one row per index of its first dimension."""
-    if x.dtype not in _DTYPES:
-        raise ConfigError(f"{x.dtype} cannot be rounded; expected bfloat16, float16 or float32")
-    if not x.numel():
-        raise ConfigError(f"an empty tensor of shape {tuple(x.shape)} cannot be rounded")
-    weights = x.detach().reshape(_matrix_shape(tuple(x.shape))).float().contiguous()
-    if not weights.isfinite().all():
-        raise ConfigError("NaN and infinity cannot be rounded")
-    return weights
+        return _join(head, self.vectors, each(encode_chunk, len(chunks)))
 
 
 def round_matrix(
-    weights: Tensor, steps: Steps, each: Each = serially, *, passes: int = 2
+    weights: Tensor,
+    steps: Steps,
+    each: Each = serially,
+    *,
+    passes: int = 2,
+    parameters: bytes = _START,
 ) -> Rounded:
     """Choose the integers of a float32 matrix.
 
     The prices of integers depend on their frequencies, which depend on the prices; each pass uses
-    those of the pass before.
+    those of the pass before, and the first one those of `parameters`.
     """
     rows, columns = weights.shape
-    row_codes, column_codes = (_step_codes(x) for x in (steps.rows, steps.columns))
-    sizes = weights.abs() / _step_sizes(row_codes)[:, None] / _step_sizes(column_codes)
+    fineness = steps.row_fineness
+    parameters = parameters[:_FINENESS] + bytes([fineness]) + parameters[_FINENESS + 1 :]
+    row_codes, column_codes = _step_codes(steps.rows, fineness), _step_codes(steps.columns)
+    sizes = weights.abs() / _step_sizes(row_codes, fineness)[:, None] / _step_sizes(column_codes)
     row_classes, column_classes = _find_classes(sizes)
     vectors = (row_codes, column_codes, row_classes, column_classes)
     chunk_rows = min(rows, max(_MIN_ROWS, _CHUNK // columns))
@@ -179,7 +213,7 @@ def round_matrix(
     factor = empty_bytes(0) if steps.factor is None else as_bytes(steps.factor)
     order = empty_bytes(0) if steps.order is None else as_bytes(steps.order.to(torch.int32))
     integers = torch.empty(rows, columns, dtype=torch.int32)
-    parameters = _START
+    bits = 0.0
     for _ in range(passes):
         matrix = _core.TrellisMatrix(_bytes(parameters), *map(as_bytes, vectors))
 
@@ -202,13 +236,37 @@ def round_matrix(
         fitted = bytearray(8)
         _core.trellis_fit(counts, _bytes(parameters), fitted)
         parameters = bytes(fitted)
+        bits = _core.trellis_measure(counts, _bytes(parameters))
     matrix = _core.TrellisMatrix(_bytes(parameters), *map(as_bytes, vectors))
-    return Rounded(parameters, vectors, chunk_rows, integers, matrix)
+    return Rounded(parameters, vectors, chunk_rows, integers, matrix, bits)
 
 
 def encode_matrix(weights: Tensor, steps: Steps, each: Each = serially) -> Parts:
     """Round a float32 matrix and return its parts."""
     return round_matrix(weights, steps, each).encode(each)
+
+
+def scale_rows(parts: Parts, codec: Trellis, like: Spec, factors: Tensor) -> Parts:
+    """Return parts with each row multiplied by a factor, as exactly as row steps allow."""
+    stream = codec.parse(parts, like)
+    steps = as_bytes(parts["steps"])
+    head = bytes(steps[: _HEAD.size].numpy())
+    rows, *others = _unpack(steps[_HEAD.size :], stream.vector_sizes)
+    fineness = head[_FINENESS]
+    scaled = _step_codes(_step_sizes(rows, fineness) * factors, fineness)
+    return _join(head, (scaled, *others), [stream.data[x] for x in stream.ranges])
+
+
+def _join(head: bytes, vectors: Sequence[Tensor], chunks: Sequence[Tensor]) -> Parts:
+    """Return the parts of a tensor."""
+    steps = b"".join([head, *(_core.trellis_pack(as_bytes(vector)) for vector in vectors)])
+    seed = _core.crc32c(steps)
+    table = [(chunk.numel(), _core.crc32c(chunk, seed)) for chunk in chunks]
+    lines = torch.from_numpy(np.array(table, "<u4").reshape(-1, 2)).view(torch.uint8).view(-1)
+    return {
+        "steps": torch.frombuffer(bytearray(steps), dtype=torch.uint8),
+        "stream": concatenate([lines, *chunks]),
+    }
 
 
 def _find_classes(sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,21 +280,22 @@ def _find_classes(sizes: Tensor) -> tuple[Tensor, Tensor]:
     return rows.round().to(torch.int16), columns.round().to(torch.int16)
 
 
-def _step_codes(steps: Tensor) -> Tensor:
-    """Return the nearest steps, as eighths of an octave."""
+def _step_codes(steps: Tensor, fineness: int = 0) -> Tensor:
+    """Return the nearest steps, as eighths of an octave or a fraction of that."""
     if not bool((steps > 0).all()):
         raise ConfigError("steps must be positive")
-    codes = (8 * torch.log2(steps.double())).round()
-    return codes.clamp(_MIN_STEP, _MAX_STEP).to(torch.int16)
+    unit = 1 << fineness
+    codes = (8 * unit * torch.log2(steps.double())).round()
+    return codes.clamp(_MIN_STEP * unit, _MAX_STEP * unit).to(torch.int16)
 
 
-def _step_sizes(codes: Tensor) -> Tensor:
-    return torch.exp2(codes.double() / 8).float()
+def _step_sizes(codes: Tensor, fineness: int = 0) -> Tensor:
+    return torch.exp2(codes.double() / (8 << fineness)).float()
 
 
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+def _matrix_shape(shape: Sequence[int], row_dims: int = 1) -> tuple[int, int]:
     """Return rows and columns; a vector is a single row."""
-    rows = shape[0] if len(shape) > 1 else 1
+    rows = math.prod(shape[:row_dims]) if len(shape) > row_dims else 1
     return rows, math.prod(shape) // rows if rows else 0
 
 
@@ -263,14 +322,14 @@ class _Stream:
     matrix: "_core.TrellisMatrix" = field(repr=False)
 
     @classmethod
-    def parse(cls, parts: Parts, like: Spec) -> "_Stream":
+    def parse(cls, parts: Parts, like: Spec, row_dims: int) -> "_Stream":
         for name in ("steps", "stream"):
             if parts[name].dtype is not torch.uint8 or parts[name].dim() != 1:
                 raise CorruptFileError(f"{name} is not a flat uint8 tensor")
-        if like.dtype not in _DTYPES or not like.numel:
+        if like.dtype not in ROUNDED_DTYPES or not like.numel:
             raise CorruptFileError(f"a tensor {like} cannot be coded by trellis")
         steps, stream = as_bytes(parts["steps"]), as_bytes(parts["stream"])
-        rows, columns = _matrix_shape(like.shape)
+        rows, columns = _matrix_shape(like.shape, row_dims)
         if steps.numel() < _HEAD.size:
             raise CorruptFileError(f"steps of {steps.numel()} bytes are too short")
         parameters, chunk_rows = _HEAD.unpack(bytes(steps[: _HEAD.size].numpy()))
@@ -292,6 +351,11 @@ class _Stream:
         ranges = [slice(a, b) for a, b in pairwise(ends)]
         seed = _core.crc32c(steps)
         return cls(like, chunk_rows, columns, rows, seed, table, ranges, data, matrix)
+
+    @property
+    def vector_sizes(self) -> tuple[int, int, int, int]:
+        """Lengths of the lists in `steps`."""
+        return self.rows, self.columns, self.rows, self.columns
 
     @property
     def chunk_items(self) -> int:

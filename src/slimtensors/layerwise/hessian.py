@@ -18,6 +18,10 @@ NoteCallback = Callable[[str], object]
 """Called with one sentence for each deviation from the request, such as raised damping."""
 
 
+_BLOCK = 128
+"""Columns of a Hessian that are computed by one product."""
+
+
 class Hessian:
     """Mean of `xᵀx` over all inputs added so far."""
 
@@ -38,13 +42,18 @@ class Hessian:
                 "NaN or infinity in the inputs; check the calibration data, "
                 "or run the model in bfloat16 or float32"
             )
-        self._sum.addmm_(x.T, x)
+        if x.device.type == "cpu":  # the matrix is symmetric: the upper part suffices
+            for i in range(0, x.shape[1], _BLOCK):
+                self._sum[i : i + _BLOCK, i:].addmm_(x[:, i : i + _BLOCK].T, x[:, i:])
+        else:
+            self._sum.addmm_(x.T, x)
         self.largest = torch.maximum(self.largest, largest)
         self.tokens += len(x)
 
     def mean(self) -> Tensor:
         """Return the matrix `[columns, columns]` in float32."""
-        return self._sum / max(self.tokens, 1)
+        upper = self._sum.triu() / max(self.tokens, 1)
+        return upper + upper.triu(1).T
 
 
 MatrixKey = tuple[str, int]

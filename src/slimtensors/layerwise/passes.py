@@ -7,18 +7,21 @@ thread resumes a pass and waits until it pauses again or ends.
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.inputs import Batch
+from slimtensors.layerwise.inputs import Batch, MatrixTable
+from slimtensors.layerwise.products import PRODUCTS, TRANSPARENT
 
 Function = Callable[..., Any]
 CallHandler = Callable[[str, Function, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -26,14 +29,22 @@ CallHandler = Callable[[str, Function, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 @contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Leave training mode within the context; restore the mode of each module afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:  # not module.train(), which would also affect its children
+            module.training = True
+
+
+@contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Disable gradients, dropout, key-value caches and fused experts within the context."""
-    training = [module for module in model.modules() if module.training]
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    with ExitStack() as stack, torch.no_grad():
-        model.eval()
-        for module in training:  # not module.train(), which would also affect its children
-            stack.callback(setattr, module, "training", True)
+    with without_dropout(model), ExitStack() as stack, torch.no_grad():
         for config in _list_configs(model):
             stack.callback(setattr, config, "use_cache", config.use_cache)
             config.use_cache = False
@@ -74,6 +85,103 @@ def run_model(model: nn.Module, batch: Batch) -> None:
 
 
 @dataclass(frozen=True)
+class _Product:
+    """A product that was computed when a call ran."""
+
+    function: Function
+    layers: Set[str]
+    """Layers whose weights it reads."""
+    result: Tensor | None
+    """None if it was not kept."""
+    version: int = 0
+
+    def reuse(self) -> Tensor | None:
+        """Return the result, unless it was changed in place since."""
+        is_unchanged = self.result is not None and self.result._version == self.version
+        return self.result if is_unchanged else None
+
+
+@dataclass
+class CacheBudget:
+    """Memory for results that several calls may keep, in bytes."""
+
+    left: int
+
+    def take(self, size: int) -> bool:
+        """Reserve memory, if enough is left."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+
+class ProductCache(TorchFunctionMode):
+    """Keeps the products of a call, so that it need not compute them again when it runs again.
+
+    All that a call computes before the first product with a changed weight stays the same. Results
+    that do not fit into the budget are computed again.
+    """
+
+    def __init__(self, matrices: MatrixTable, budget: CacheBudget) -> None:
+        super().__init__()
+        self._matrices = matrices
+        self._budget = budget
+        self._products: list[_Product] = []
+        self._position = 0
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Return the result of a call, which must be the same each time."""
+        self._position = 0
+        with self:
+            return function()
+
+    def remove(self, layers: Set[str]) -> None:
+        """Remove all results that depend on layers whose weights were changed."""
+        products = enumerate(self._products)
+        first = next((i for i, x in products if not x.layers.isdisjoint(layers)), None)
+        self._cut(len(self._products) if first is None else first)
+
+    def _cut(self, length: int) -> None:
+        self._budget.left += sum(
+            product.result.nbytes
+            for product in self._products[length:]
+            if product.result is not None
+        )
+        del self._products[length:]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the kept result of a product, or call the function."""
+        kwargs = kwargs or {}
+        if func in TRANSPARENT:
+            with self:
+                return TRANSPARENT[func](*args, **kwargs)
+        if func not in PRODUCTS:
+            return func(*args, **kwargs)
+        position = self._position
+        self._position += 1
+        if position < len(self._products):
+            if self._products[position].function is not func:
+                self._cut(position)
+            elif (kept := self._products[position].reuse()) is not None:
+                return kept
+        result = func(*args, **kwargs)
+        if position == len(self._products):
+            found = self._matrices.find_products(func, args, kwargs)
+            layers = frozenset(name for (name, _), _ in found)
+            if isinstance(result, Tensor) and self._budget.take(result.nbytes):
+                self._products.append(_Product(func, layers, result, result._version))
+            else:
+                self._products.append(_Product(func, layers, None))
+        return result
+
+
+@dataclass(frozen=True)
 class PausedCall:
     """A call of a function at which a pass has paused."""
 
@@ -82,10 +190,17 @@ class PausedCall:
     function: Function
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    caches: list[ProductCache] = field(default_factory=list)
+    """The cache to run it with, if any."""
 
     def run(self) -> Any:
         """Return the result of the call."""
-        return self.function(*self.args, **self.kwargs)
+        return self.run_with(self.args, self.kwargs)
+
+    def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the call with copies of its arguments."""
+        function = partial(self.function, *args, **kwargs)
+        return self.caches[0].run(function) if self.caches else function()
 
 
 class _PassStopped(BaseException):

@@ -49,6 +49,12 @@ TRANSPARENT: dict[Function, Function] = {
 """Functions that multiply several weights, and copies that show each product to a mode."""
 
 _CONVOLUTIONS = {functional.conv1d, functional.conv2d, functional.conv3d}
+
+PRODUCTS: frozenset[Function] = frozenset(
+    {functional.linear, functional.scaled_dot_product_attention, *_MATMULS, *_CONVOLUTIONS}
+)
+"""Functions that take most of the time of a model."""
+
 _OPTIONS = ("bias", "stride", "padding", "dilation", "groups")
 
 
@@ -81,6 +87,11 @@ def find_operands(
         options = dict(zip(_OPTIONS, args[2:], strict=False)) | dict(kwargs)
         if weight is not None and options.get("groups", 1) == 1:
             yield weight, lambda: _extract_patches(x, weight, options)
+
+
+def is_convolution(function: Function) -> bool:
+    """Return True for a convolution, whose outputs are `[batch, rows, ...]`."""
+    return function in _CONVOLUTIONS
 
 
 def split_inputs(x: Tensor, weight: Tensor, shape: tuple[int, int, int]) -> list[Tensor] | None:

@@ -1,7 +1,7 @@
 """Quantize a model layer by layer."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
@@ -27,8 +27,10 @@ from slimtensors.layerwise.smoothing import Smoothing, smooth_block
 from slimtensors.layerwise.walk import Unit, find_blocks, group_by_block
 from slimtensors.quantization.affine import Params
 from slimtensors.quantization.apply import apply_quantization_config, freeze_module_quantization
-from slimtensors.quantization.args import QuantizationArgs
+from slimtensors.quantization.args import ActivationOrdering, QuantizationArgs, QuantizationStrategy
 from slimtensors.quantization.config import QuantizationConfig, QuantizationStatus
+from slimtensors.quantization.fused import group_fused, share_global_scale
+from slimtensors.quantization.observers import observe_weight
 from slimtensors.quantization.state import get_quantization
 from slimtensors.storage import StrPath
 
@@ -46,9 +48,18 @@ class QuantizationMethod(Protocol):
         ...
 
     def round(
-        self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: NoteCallback
+        self,
+        weight: Tensor,
+        hessian: Tensor | None,
+        args: QuantizationArgs,
+        *,
+        tell: NoteCallback,
+        params: Params | None = None,
     ) -> Rounded:
-        """Return the quantized weight; zeros stay zeros."""
+        """Return the quantized weight; zeros stay zeros.
+
+        `params` are passed to layers that share a global scale, and to no others.
+        """
         ...
 
 
@@ -61,10 +72,16 @@ class RTN:
     """Set to True to report output errors; rounding itself does not use inputs."""
 
     def round(
-        self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: NoteCallback
+        self,
+        weight: Tensor,
+        hessian: Tensor | None,
+        args: QuantizationArgs,
+        *,
+        tell: NoteCallback,
+        params: Params | None = None,
     ) -> Rounded:
         """Round each weight independently."""
-        return rtn(weight, args)
+        return rtn(weight, args, params=params)
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,13 @@ class GPTQ:
     static_groups: bool = True
 
     def round(
-        self, weight: Tensor, hessian: Tensor | None, args: QuantizationArgs, *, tell: NoteCallback
+        self,
+        weight: Tensor,
+        hessian: Tensor | None,
+        args: QuantizationArgs,
+        *,
+        tell: NoteCallback,
+        params: Params | None = None,
     ) -> Rounded:
         """Round so that the outputs change least."""
         assert hessian is not None, "GPTQ needs inputs"
@@ -87,6 +110,7 @@ class GPTQ:
             hessian,
             args,
             mask=None if mask.all() else mask,
+            params=params,
             damping=self.damping,
             static_groups=self.static_groups,
             tell=tell,
@@ -109,9 +133,10 @@ def quantize_model(
     """Quantize the layers selected by a config, in place, and freeze them.
 
     `calibration` contains batches to run the model on: mappings of arguments, or inputs. Weights
-    that are zero stay zero. Memory use, besides the model, is the inputs of one block and the
-    Hessians of its layers. With a `folder`, an interrupted run resumes after the last finished
-    layer, with the same result; a folder of another model, config or data raises.
+    that are zero stay zero. Memory use, besides the model, is the inputs of one block, as much
+    again (at least 256 MB) for results that are used again, and the Hessians of its layers. With a
+    `folder`, an interrupted run resumes after the last finished layer, with the same result; a
+    folder of another model, config or data raises.
 
     Example:
         >>> config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
@@ -130,7 +155,7 @@ def quantize_model(
     if folder is not None:
         options = (algorithm, smoothing)
         work = WorkFolder(folder, compute_digests(model, layers.values(), batches, options))
-    quantizer = _Quantizer(algorithm, smoothing)
+    quantizer = _Quantizer(algorithm, smoothing, _find_fused(layers))
     if smoothing is not None and not group_by_block(layers, find_blocks(model)):
         quantizer.notes.append("nothing was smoothed: no layer to quantize is inside of a block")
     with evaluation_mode(model):
@@ -166,12 +191,28 @@ def _freeze(model: nn.Module, config: QuantizationConfig, batches: Sequence[Batc
     model.apply(freeze_module_quantization)
 
 
+def _find_fused(layers: Mapping[str, Layer]) -> dict[str, Sequence[Layer]]:
+    """Return all layers that have to share a global scale with others, with these others."""
+    scaled = [
+        name
+        for name, layer in layers.items()
+        if layer.args
+        and layer.args.strategy is QuantizationStrategy.TENSOR_GROUP
+        and layer.args.actorder is not ActivationOrdering.GROUP
+        and layer.matrix.dim() == 2
+    ]
+    groups = [[layers[name] for name in group] for group in group_fused(scaled)]
+    return {layer.name: group for group in groups for layer in group}
+
+
 @dataclass
 class _Quantizer:
     """Rewriter that quantizes each layer, after smoothing its block if requested."""
 
     method: QuantizationMethod
     smoothing: Smoothing | None
+    fused: Mapping[str, Sequence[Layer]]
+    """Layer -> all layers with which it shares a global scale."""
     results: dict[str, Rounded] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -190,12 +231,20 @@ class _Quantizer:
         self, layer: Layer, hessians: HessianMap, missing: str | None
     ) -> tuple[Tensors, LayerReport]:
         method = self.method if missing is None else RTN()
-        result, report = quantize_layer(layer, method, hessians)
+        result, report = quantize_layer(layer, method, hessians, self._find_scale(layer))
         if missing is not None and self.method.name != RTN.name:
             report = report.without_inputs(missing, "rounded to nearest")
         params = {key: getattr(result.params, key) for key in _PARAMS}
         tensors = {key: x for key, x in params.items() if x is not None}
         return {"weight": result.weight, **tensors}, report
+
+    def _find_scale(self, layer: Layer) -> Tensor | None:
+        """Return the global scale that a layer shares with others, or None."""
+        group = self.fused.get(layer.name, ())
+        for other in group:
+            if other.name in self.results:  # its weight is rounded already
+                return self.results[other.name].params.global_scale
+        return share_global_scale(other.matrix for other in group) if group else None
 
     def apply(self, layer: Layer, tensors: Tensors) -> None:
         params = Params(**{key: tensors[key] for key in _PARAMS if key in tensors})
@@ -204,15 +253,18 @@ class _Quantizer:
 
 
 def quantize_layer(
-    layer: Layer, method: QuantizationMethod, hessians: HessianMap
+    layer: Layer,
+    method: QuantizationMethod,
+    hessians: HessianMap,
+    global_scale: Tensor | None = None,
 ) -> tuple[Rounded, LayerReport]:
-    """Return the quantized weight of a layer, and a report."""
+    """Return the quantized weight of a layer, and a report; `global_scale` is a shared one."""
     args = layer.args
     assert args is not None, f"{layer.name} is not quantized"
     started = time.perf_counter()
     try:
         outcomes = [
-            _quantize_matrix(matrix, method, hessians.get((layer.name, i)), args)
+            _quantize_matrix(matrix, method, hessians.get((layer.name, i)), args, global_scale)
             for i, matrix in enumerate(layer.matrices)
         ]
         results = [result for result, _ in outcomes]
@@ -228,9 +280,13 @@ def _quantize_matrix(
     method: QuantizationMethod,
     inputs: Hessian | None,
     args: QuantizationArgs,
+    global_scale: Tensor | None,
 ) -> tuple[Rounded, MatrixReport]:
     notes: list[str] = []
-    baseline = rtn(weight, args)
+    shared: dict[str, Params] = {}
+    if global_scale is not None:
+        shared = {"params": observe_weight(weight, args, global_scale=global_scale)}
+    baseline = rtn(weight, args, **shared)
     if inputs is None or not inputs.largest.any():
         if method.name != RTN.name:
             notes.append("no nonzero inputs: rounded to nearest")
@@ -239,7 +295,8 @@ def _quantize_matrix(
     result, used = baseline, RTN.name
     if method.name != RTN.name:
         try:
-            result, used = method.round(weight, hessian, args, tell=notes.append), method.name
+            result = method.round(weight, hessian, args, tell=notes.append, **shared)
+            used = method.name
         except SingularError as error:
             notes.append(f"{error}: rounded to nearest")
     return result, MatrixReport(

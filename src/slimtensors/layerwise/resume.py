@@ -89,12 +89,17 @@ class WorkFolder:
         return report
 
     def store(self, name: str, tensors: Mapping[str, Tensor], report: Json | None = None) -> None:
-        """Write the tensors of a finished layer or block; they are durable on return."""
-        file = f"{len(self._state['finished']):05d}.safetensors"
+        """Write the tensors of a finished layer or block; they are durable on return.
+
+        Those that were stored under the same name are replaced.
+        """
+        finished = self._state["finished"]
+        known = finished.get(name)
+        file = known["file"] if known else f"{len(finished):05d}.safetensors"
         if (self._folder / file).is_symlink():  # else its target would be replaced
             (self._folder / file).unlink()
         _write_tensors(self._folder / file, tensors)
-        self._state["finished"][name] = {"file": file, "report": report}
+        finished[name] = {"file": file, "report": report}
         write_json(self._folder / INDEX_FILE, self._state)
 
 

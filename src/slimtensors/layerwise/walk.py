@@ -25,9 +25,11 @@ from slimtensors.layerwise.inputs import (
     SharedInputs,
 )
 from slimtensors.layerwise.passes import (
+    CacheBudget,
     CallHandler,
     ForwardPass,
     PausedCall,
+    ProductCache,
     intercept_calls,
     run_model,
 )
@@ -39,6 +41,11 @@ _LOG = logging.getLogger(__name__)
 
 _MAX_GROUPS = 8
 """Groups of layers that depend on each other, above which a block is divided if possible."""
+
+
+_CACHE_BYTES = 256 << 20
+"""Memory for results that a block would otherwise compute again for each group of its layers; or
+as much as the inputs of the block take, if that is more."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -130,12 +137,30 @@ class Unit:
 
     def compute_hessians(self, group: Sequence[Layer]) -> HessianMap:
         """Return the Hessians of a group of layers."""
+        self._add_caches()
         uses = [self.survey.count_uses(self.name, layer) for layer in group]
         once = not self.runs and all(count == 1 for count in uses)
         share = not self.runs and all(count <= 1 for count in uses)
         recorder = InputRecorder(group, once=once, share=share)
         self._run_all(recorder)
+        # From here on, these layers change.
+        names = {layer.name for layer in group}
+        for call in self.calls:
+            for cache in call.caches:
+                cache.remove(names)
         return {reader: each.hessian for each in recorder.inputs() for reader in each.readers}
+
+    def _add_caches(self) -> None:
+        """Let all calls keep their products, unless these may depend on weights unnoticed."""
+        layers = [layer for group in self.groups for layer in group]
+        if self.runs or any(layer.name in self.survey.other_uses for layer in layers):
+            return
+        if len(self.groups) < 2 or any(call.caches for call in self.calls):
+            return
+        inputs = sum(x.nbytes for call in self.calls for x in iterate_tensors(call.args))
+        budget = CacheBudget(max(inputs, _CACHE_BYTES))
+        for call in self.calls:
+            call.caches.append(ProductCache(MatrixTable(layers), budget))
 
     def _run_all(self, recorder: InputRecorder) -> None:
         for run in self.runs or [partial(self._replay, call) for call in self.calls]:
@@ -150,7 +175,7 @@ class Unit:
         use = self.survey.units.get(self.name)
         clone = use is not None and use.changes_inputs
         args, kwargs = _copy_state((call.args, dict(call.kwargs)), clone=clone)
-        return call.function(*args, **kwargs)
+        return call.run_with(args, kwargs)
 
 
 @dataclass(frozen=True)

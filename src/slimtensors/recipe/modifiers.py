@@ -14,7 +14,7 @@ from slimtensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
 )
-from slimtensors.quantization.layers import find_output_layers
+from slimtensors.quantization.layers import find_empty_layers, find_output_layers
 
 Sparsity = float | tuple[float, ...] | Mapping[str, float]
 """Share of zeros: one for all layers, one per block, or one per target."""
@@ -331,13 +331,19 @@ class Distillation:
 
 
 def resolve_ignore(model: nn.Module, ignore: Sequence[str]) -> list[str]:
-    """Return the layers to ignore, with the model's own output layers for the default `lm_head`."""
-    if OUTPUT not in ignore:
-        return list(ignore)
-    outputs = [name for name in find_output_layers(model) if name != OUTPUT]
-    has_default = any(name == OUTPUT for name, _ in model.named_modules())
-    kept = [name for name in ignore if name != OUTPUT or has_default]
-    return [*kept, *(name for name in outputs if name not in kept)]
+    """Return the layers to ignore, with empty ones.
+
+    The default `lm_head` means the model's own output layers, and a module of that name unless it
+    contains one, such as `lm_head.decoder`.
+    """
+    names = [*ignore, *find_empty_layers(model)]
+    if OUTPUT in ignore:
+        outputs = find_output_layers(model)
+        is_layer = any(name == OUTPUT for name, _ in model.named_modules())
+        if not is_layer or any(name.startswith(f"{OUTPUT}.") for name in outputs):
+            names.remove(OUTPUT)
+        names += outputs
+    return [*dict.fromkeys(names)]
 
 
 PruningModifier = MagnitudePruning | Wanda | SparseGPT

@@ -17,7 +17,9 @@ from slimtensors.layerwise.inputs import Layer, collect_layers
 from slimtensors.layerwise.report import summarize_missing_inputs
 from slimtensors.layerwise.smoothing import find_norms
 from slimtensors.quantization import QuantizationConfig, targets
+from slimtensors.quantization.group_sizes import FittedConfig
 from slimtensors.quantization.layers import (
+    find_empty_layers,
     find_output_layers,
     list_class_names,
     list_weights,
@@ -185,14 +187,15 @@ def find_unchanged(
     """Return the linear layers that no step changed, with the reason."""
     changed = {layer.name for step in steps for layer in step.layers}
     ignore = {name for modifier in recipe.modifiers for name in getattr(modifier, "ignore", ())}
-    outputs = find_output_layers(model) if OUTPUT in ignore else {}
+    reasons = find_output_layers(model) if OUTPUT in ignore else {}
+    reasons |= dict.fromkeys(find_empty_layers(model), "empty")
     found = []
     for name, layer in collect_layers(model).items():
         classes = list_class_names(layer.module)
         if name in changed or LINEAR not in classes:
             continue
         module = name if layer.weight.parameter == "weight" else name.rpartition(".")[0]
-        reason = outputs.get(module)
+        reason = reasons.get(module)
         if reason is None:
             is_ignored = any(matches_any(ignore, each, classes) for each in {name, module})
             reason = "ignored" if is_ignored else "not targeted"
@@ -218,8 +221,13 @@ def needs_data(modifier: Modifier) -> bool:
 
 
 def make_config(model: nn.Module, modifier: QuantizationModifier) -> QuantizationConfig:
-    """Return the config of a modifier for a model, with the model's own output layers."""
-    return replace(modifier.config, ignore=resolve_ignore(model, modifier.config.ignore))
+    """Return the config of a modifier for a model: with its output layers, and fitting groups."""
+    return _fit_config(model, modifier).config
+
+
+def _fit_config(model: nn.Module, modifier: QuantizationModifier) -> FittedConfig:
+    ignore = resolve_ignore(model, modifier.config.ignore)
+    return targets.fit_config(model, replace(modifier.config, ignore=ignore))
 
 
 @dataclass(frozen=True)
@@ -293,16 +301,17 @@ def _quantize(
     method: layerwise.QuantizationMethod = layerwise.RTN(bool(context.batches))
     if isinstance(modifier, GPTQ):
         method = layerwise.GPTQ(modifier.dampening_frac, modifier.static_groups)
+    fitted = _fit_config(model, modifier)
     report = layerwise.quantize_model(
         model,
-        make_config(model, modifier),
+        fitted.config,
         calibration=context.batches,
         method=method,
         smoothing=_smoothing_method(model, modifier, smoothing),
         folder=context.folder,
         progress=context.progress,
     )
-    return Step(modifier_name(modifier), report.layers, report.notes)
+    return Step(modifier_name(modifier), report.layers, (*fitted.notes, *report.notes))
 
 
 def _smoothing_method(

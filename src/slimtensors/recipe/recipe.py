@@ -13,7 +13,7 @@ from slimtensors.errors import (
     report_malformed,
     suggest,
 )
-from slimtensors.quantization import QuantizationArgs, QuantizationScheme
+from slimtensors.quantization import QuantizationArgs, QuantizationScheme, is_preset_scheme
 from slimtensors.recipe.modifiers import (
     AWQ,
     GPTQ,
@@ -337,11 +337,23 @@ def _to_plain(value: Any) -> Any:
         case StrEnum():
             return str(value)
         case Mapping():
-            return {key: _to_plain(item) for key, item in value.items()}
+            return {key: _to_preset(key, item) or _to_plain(item) for key, item in value.items()}
         case list() | tuple():
             return [_to_plain(item) for item in value]
     is_instance = is_dataclass(value) and not isinstance(value, type)
     return _to_plain(asdict(value)) if is_instance else value
+
+
+def _to_preset(name: str, value: Any) -> list[str] | None:
+    """Return the targets of a scheme that is the preset of this name; else None.
+
+    The JSON form of the scheme would fix its group size.
+    """
+    if not isinstance(value, QuantizationScheme) or not value.fits_columns:
+        return None
+    if not is_preset_scheme(name) or value != QuantizationScheme.preset(name, value.targets):
+        return None
+    return list(value.targets)
 
 
 def _import_yaml() -> Any:

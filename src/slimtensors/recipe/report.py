@@ -3,15 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slimtensors.archive.summary import Summary, format_bytes, format_table
+from slimtensors.archive.summary import Summary, count_noun, format_bytes, format_table
 from slimtensors.codecs.statistics import sparsity_of
 from slimtensors.errors import group_names
+from slimtensors.layerwise.divergence import call_model, extract_outputs
 from slimtensors.layerwise.inputs import Layer, collect_layers, remove_padding
 from slimtensors.layerwise.passes import evaluation_mode
 from slimtensors.layerwise.report import LayerReport
@@ -25,6 +26,9 @@ REPORT_FILE = "report.json"
 _UNSTRUCTURED = "unstructured"
 _SPARSE = 0.05
 """Share of zeros from which on the size is estimated with a mask."""
+
+_MAX_LINES = 10
+"""Lines of the text of a report."""
 
 _IGNORED_LABEL = -100
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
@@ -56,6 +60,8 @@ class LayerState:
     """Bits per weight."""
     is_stored: bool = False
     """Whether `bits` is measured on disk; otherwise it is estimated."""
+    group_size: int | None = None
+    """Weights that share a scale; None if they are not quantized in groups."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,19 @@ class Report:
         """Return the JSON form, which `docs/recipes.md` describes."""
         return asdict(self) | {"sparsity": round(self.sparsity, 6)}
 
-    def __str__(self) -> str:
+    def format_layers(self) -> str:
+        """Return a table of all changed layers, with the cosine of outputs for each modifier."""
         rows = [self._format_row(layer) for layer in self.layers]
         steps = [step.modifier for step in self.steps if step.layers]
-        head = ["layer", "structure", "zeros", "bits", *steps, "seconds"]
-        lines = [format_table(head, rows, left=2)] if rows else []
-        lines += ["cosine of outputs, before and after each modifier"] if rows else []
+        return format_table(
+            ["layer", "structure", "zeros", "bits", *steps, "seconds"], rows, left=2
+        )
+
+    def __str__(self) -> str:
+        """Return a summary of at most ten lines; `format_layers` lists the layers."""
+        lines = [_describe_step(step) for step in self.steps if step.layers]
+        if self.layers:
+            lines.append(self._describe_layers())
         if self.quality is not None:
             lines.append(_describe_quality(self.quality))
         if self.stored_bytes is not None:
@@ -142,7 +155,17 @@ class Report:
         notes += [
             f"{x.name}: {note}" for step in self.steps for x in step.layers for note in x.notes
         ]
-        return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+        lines += [f"note: {note}" for note in notes]
+        if (more := len(lines) - _MAX_LINES) > 0:
+            lines[_MAX_LINES - 1 :] = [f"{more + 1} more lines are in {REPORT_FILE}"]
+        return "\n".join(lines)
+
+    def _describe_layers(self) -> str:
+        weights = sum(layer.weights for layer in self.layers)
+        bits = sum(layer.weights * layer.bits for layer in self.layers) / max(weights, 1)
+        mark = "" if all(layer.is_stored for layer in self.layers) else "~"
+        count = count_noun(len(self.layers), "changed layer")
+        return f"{count}: {mark}{bits:.2f} bits per weight, {self.sparsity:.1%} zeros"
 
     def _describe_unchanged(self) -> str:
         groups = group_names((layer.name, layer.reason) for layer in self.unchanged)
@@ -193,7 +216,7 @@ def measure(model: nn.Module, batches: Sequence[Batch]) -> ModelOutputs:
     parts = remove_padding(model, batches)
     with evaluation_mode(model):
         for batch in parts:
-            outputs, are_logits = _extract_outputs(_call(model, batch))
+            outputs, are_logits = extract_outputs(call_model(model, batch))
             if is_causal and isinstance(batch, Mapping) and "input_ids" in batch:
                 labels = batch.get("labels", batch["input_ids"])
                 for row_labels, logits in zip(labels[:, 1:], outputs, strict=True):
@@ -207,30 +230,21 @@ def measure(model: nn.Module, batches: Sequence[Batch]) -> ModelOutputs:
     return ModelOutputs(torch.cat(samples), are_logits, math.exp(loss / tokens) if tokens else None)
 
 
-def _call(model: nn.Module, batch: Batch) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, Sequence) else model(batch)
-
-
-def _extract_outputs(result: Any) -> tuple[Tensor, bool]:
-    """Return the logits if there are any, else the first output; and whether they are logits."""
-    logits = getattr(result, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits, True
-    return result if isinstance(result, Tensor) else result[0], False
-
-
 def _measure_layer(layer: Layer, structure: str | None) -> LayerState:
     found = sparsity_of(to_cpu(layer.matrix))
     weight = layer.parameter
     state = get_quantization(layer.module)
+    args = None if state is None else state.plan.weight_args
+    group_size = None if args is None else args.group_size
     dense_bits = 8.0 * weight.element_size()
     if state is not None and (parts := select_parts(layer.weight, state.tensors())):
         bits = 8 * sum(x.nbytes for x in parts.values()) / weight.numel()
     else:
         bits = 1 + dense_bits * (1 - found.share) if found.share >= _SPARSE else dense_bits
-    return LayerState(layer.name, weight.numel(), found.share, structure or found.structure, bits)
+    structure = structure or found.structure
+    return LayerState(
+        layer.name, weight.numel(), found.share, structure, bits, group_size=group_size
+    )
 
 
 def _with_stored_size(layer: LayerState, sizes: Mapping[str, int]) -> LayerState:
@@ -241,6 +255,16 @@ def _with_stored_size(layer: LayerState, sizes: Mapping[str, int]) -> LayerState
     if not found:
         return layer
     return replace(layer, bits=8 * sum(found) / layer.weights, is_stored=True)
+
+
+def _describe_step(step: Step) -> str:
+    """Return a line about a modifier: its layers, and how it changes their outputs."""
+    text = f"{step.modifier}: {count_noun(len(step.layers), 'layer')} in {step.seconds:.1f} s"
+    cosines = sorted((x.cosine, x.name) for x in step.layers if x.cosine is not None)
+    if not cosines:
+        return text
+    middle, (lowest, name) = cosines[len(cosines) // 2][0], cosines[0]
+    return f"{text}; cosine of outputs {middle:.5f} (median), {lowest:.5f} (least, {name})"
 
 
 def _describe_quality(quality: Quality) -> str:

@@ -26,6 +26,7 @@ from slimtensors.report.data import (
     Report,
     TensorReport,
     Variant,
+    read_fit_report,
     read_quantization_report,
     read_recipe,
 )
@@ -62,10 +63,12 @@ def collect(
     variant = collect_variant(
         source, title, against=against, keep=keep, threads=threads, progress=progress
     )
+    is_fitted = any("trellis" in tensor.stored.codec for tensor in variant.tensors)
     return replace(
         new_report(title, [variant]),
         recipe=read_recipe(source),
         quantization=read_quantization_report(source),
+        fit=read_fit_report(source) if is_fitted else None,
     )
 
 

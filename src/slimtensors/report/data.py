@@ -2,21 +2,23 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from slimtensors.archive.summary import QuantizationSummary, TensorSummary
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError, report_malformed
 from slimtensors.folder.compress import is_model_folder
-from slimtensors.folder.config_json import QUANTIZATION_REPORT, resolve_folder
+from slimtensors.folder.config_json import FIT_REPORT, QUANTIZATION_REPORT, resolve_folder
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.recipe.report import REPORT_FILE, LayerState
 from slimtensors.storage import StrPath, local_path, locate, read_bytes, write_json
 from slimtensors.tensor import Json
 
 FORMAT, VERSION = "slimtensors report", 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class Report:
     """The report of a recipe (`docs/schemas/recipe-report.json`)."""
     quantization: QuantizationSummary | None = None
     """Which linear layers of a quantized folder stay dense."""
+    fit: Json | None = None
+    """The report of a folder that was fitted to a budget (`docs/schemas/fit-report.json`)."""
 
     def to_json(self) -> Json:
         """Return a JSON object."""
@@ -181,6 +185,7 @@ class Report:
             ],
             "recipe": self.recipe,
             "quantization": self.quantization and self.quantization.to_json(),
+            "fit": self.fit,
         }
 
     @classmethod
@@ -194,7 +199,9 @@ class Report:
                 f"unsupported report version {found}; upgrade slimtensors"
             )
         with report_malformed("incomplete report"):
-            quantization = data.get("quantization")  # not in reports of version 0.1
+            quantization, fit = data.get("quantization"), data.get("fit")  # not in version 0.1
+            if fit is not None:
+                _check_fit(fit)
             report = cls(
                 data["title"],
                 data["created"],
@@ -203,6 +210,7 @@ class Report:
                 [CheckpointReport(**point) for point in data["checkpoints"]],
                 data["recipe"],
                 QuantizationSummary.from_json(quantization) if quantization else None,
+                fit,
             )
             if not all(isinstance(x, str) for x in (report.title, report.created, report.writer)):
                 raise CorruptFileError("title, created and writer must be text")
@@ -251,14 +259,62 @@ def read_recipe(source: StrPath) -> Json | None:
 
 def read_quantization_report(source: StrPath) -> QuantizationSummary | None:
     """Return which layers of a quantized folder stay dense, or None if it is not recorded."""
+    return _read_folder_file(source, QUANTIZATION_REPORT, QuantizationSummary.from_json)
+
+
+def read_fit_report(source: StrPath) -> Json | None:
+    """Return the report of a folder that was fitted to a budget, or None if it was not."""
+
+    def check(data: Json) -> Json:
+        _check_fit(data)
+        return data
+
+    return _read_folder_file(source, FIT_REPORT, check)
+
+
+def _read_folder_file(source: StrPath, name: str, parse: Callable[[Json], T]) -> T | None:
+    """Parse a JSON file of a model folder; return None if there is none."""
     if not is_model_folder(source):
         return None
     folder = resolve_folder(locate(source))
-    if QUANTIZATION_REPORT not in folder.files():
+    if name not in folder.files():
         return None
-    file = folder.child(QUANTIZATION_REPORT)
+    file = folder.child(name)
     with report_malformed(str(file)):
-        return QuantizationSummary.from_json(json.loads(file.read()))
+        return parse(json.loads(file.read(), parse_constant=lambda _: None))
+
+
+def _check_fit(data: Json) -> None:
+    """Raise KeyError or TypeError if a value that is shown is missing or not a number."""
+    _check_numbers(data, "parameters", "source_bytes", "weight_bytes", "bits_per_parameter")
+    _check_numbers(data, "predicted_kl", optional=True)
+    budget, measured, notes = data["budget"], data["measured"], data["notes"]
+    if not isinstance(budget, dict) or not isinstance(notes, list):
+        raise TypeError("expected a budget and a list of notes")
+    if not all(isinstance(note, str) for note in notes):
+        raise TypeError("notes must be text")
+    for value in budget.values():
+        if not isinstance(value, str):
+            _check_numbers({"budget": value}, "budget")
+    if measured is not None:
+        keys = ("kl", "top1_agreement", "acceptance_rate", "perplexity_before", "perplexity")
+        _check_numbers(measured, "predictions")
+        _check_numbers(measured, *keys, optional=True)
+    for point in data["curve"]:
+        _check_numbers(point, "bytes", "predicted_kl")
+    for tensor in data["tensors"]:
+        _check_numbers(tensor, "weights", "bits")
+        _check_numbers(tensor, "predicted_kl", optional=True)
+        if not isinstance(tensor["name"], str) or not isinstance(tensor["note"], str):
+            raise TypeError("name and note must be text")
+
+
+def _check_numbers(data: Json, *keys: str, optional: bool = False) -> None:
+    for key in keys:
+        value = data[key]
+        is_missing = value is None and optional
+        if not is_missing and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{key} must be a number, got {str(value)[:80]}")
 
 
 def _check_recipe(data: Json) -> None:

@@ -20,6 +20,7 @@ _SCRIPTS = (
     "checkpoints",
     "recipe",
     "quantization",
+    "fit",
     "main",
 )
 """In order of dependency."""

@@ -3,14 +3,15 @@
 `decode_ahead` decodes the next weight on another thread while the current one is used.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
+from functools import cache, lru_cache, partial
+from itertools import accumulate, pairwise
 from math import gcd
 from threading import Lock
-from typing import Self
+from typing import Any, ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from slimtensors.codecs.plan import (
 from slimtensors.codecs.presets import Choice
 from slimtensors.codecs.protocol import check_part_names
 from slimtensors.errors import ConfigError, CorruptFileError
+from slimtensors.parallel import Workers, split_chunks
 from slimtensors.runtime.compressed import CompressedTensor
 from slimtensors.runtime.configs import Compression
 from slimtensors.tensor import (
@@ -87,8 +89,18 @@ def decode_ahead(blocks: Iterable[nn.Module]) -> "Prefetcher":
     does not apply to new ones, such as those of `model.to(…)`. Call `remove()` on the result to
     stop.
     """
-    weights = {w: None for block in blocks for w in block.parameters()}
+    weights = {w: None for block in blocks for w in _list_weights(block)}
     return Prefetcher(w for w in weights if isinstance(w, CodedTensor))
+
+
+def _list_weights(block: nn.Module) -> list[Tensor]:
+    """Return the weights of a block, except the rows of embeddings, which are looked up."""
+    return [
+        weight
+        for module in block.modules()
+        if not isinstance(module, nn.Embedding)
+        for weight in module.parameters(recurse=False)
+    ]
 
 
 @dataclass(frozen=True)
@@ -170,7 +182,7 @@ class CodedTensor(CompressedTensor):
 
     def invalidate(self) -> None:
         """Compare checksums and find the pieces again."""
-        self._cache.is_verified, self._cache.pieces = False, None
+        self._cache.is_verified, self._cache.pieces, self._cache.stream = False, None, None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the rows piece by piece; pieces are prefetched, or decoded on demand.
@@ -192,6 +204,12 @@ class CodedTensor(CompressedTensor):
         if isinstance(index, slice) or not isinstance(encoded.codec, codecs.RandomAccess):
             return self.dequantize()[index]
         unique, inverse = torch.unique(index, return_inverse=True)
+        if _has_row_chunks(encoded.codec, self):
+            if len(unique) and int(unique[-1]) >= len(self):
+                raise IndexError(f"index {int(unique[-1])} is out of range for {len(self)} rows")
+            if self._cache.stream is None:  # parsing all steps takes longer than decoding a chunk
+                self._cache.stream = encoded.codec.parse(decode_parts(encoded), encoded.spec)
+            return _take_chunk_rows(self._cache.stream, unique)[inverse].to(self.dtype)
         if len(unique) * _MIN_RANGE_ITEMS > self.numel():
             return self.dequantize()[index]
         width, parts = self.shape[-1], decode_parts(encoded)
@@ -212,6 +230,8 @@ class _Cache:
     """Whether the checksums of all rows have been compared."""
     pieces: "tuple[object, list[_Piece]] | None" = None
     """Settings and result of the last `_split`, once checksums have been compared."""
+    stream: Any = None
+    """The parsed chunks of a matrix whose rows are looked up."""
 
 
 class Prefetcher:
@@ -221,10 +241,11 @@ class Prefetcher:
     """
 
     def __init__(self, weights: Iterable[CodedTensor]) -> None:
-        """Expect `weights` in this order; in any other they are decoded on demand."""
+        """Expect `weights` in this order at first, then in the order in which they were used."""
         self._weights = list(weights)
         self._next = {id(one): other for one, other in pairwise(self._weights)}
         self._started: tuple[CodedTensor, Future[_Prefetched]] | None = None
+        self._last: CodedTensor | None = None
         self._free_buffers: list[Tensor] = []
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(1, "slimtensors-prefetch")
@@ -244,9 +265,12 @@ class Prefetcher:
         """
         with self._lock:
             started, self._started = self._started, None
+            last, self._last = self._last, weight
         if started is not None and started[0] is weight:
             prefetched = started[1].result()
         else:
+            if started is not None and last is not None:
+                self._next[id(last)] = weight  # the order is another one
             prefetched = self._start(weight)
         current = prefetched.first
         for piece, next_piece in pairwise([*prefetched.pieces, None]):
@@ -270,11 +294,11 @@ class Prefetcher:
                 self._started = following, self._pool.submit(self._start, following)
 
     def _start(self, weight: CodedTensor) -> "_Prefetched":
-        pieces = _split(weight, _PREFETCH_BYTES)
+        pieces = _list_chunks(weight) or _split(weight, _PREFETCH_BYTES)
         return _Prefetched(pieces, self._decode(pieces[0]))
 
-    def _decode(self, piece: "_Piece") -> "_DecodedPiece":
-        buffer = self._find_buffer(piece.encoded.spec.nbytes)
+    def _decode(self, piece: "_Piece | _Chunk") -> "_DecodedPiece":
+        buffer = self._find_buffer(piece.nbytes)
         return _DecodedPiece(buffer, piece.decode(buffer))
 
     def _find_buffer(self, nbytes: int) -> Tensor:
@@ -297,6 +321,11 @@ class _Piece:
     unchecked: codecs.Huffman | None
     """Codec that decodes the rows without comparing checksums, if they were compared before."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer to decode into."""
+        return self.encoded.spec.nbytes
+
     def decode(self, buffer: Tensor, threads: int = 1) -> Tensor:
         """Return the rows, decoded into `buffer` if the codec supports that."""
         spec = self.encoded.spec
@@ -305,6 +334,78 @@ class _Piece:
             return decode_into(self.encoded, out).to(self.device, self.dtype)
         self.unchecked.decode_unchecked(decode_parts(self.encoded), out, threads)
         return out.to(self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of a weight: a chunk that its codec can decode alone."""
+
+    stream: Any
+    index: int
+    rows: slice
+    dtype: torch.dtype
+    nbytes: ClassVar[int] = 0
+    """Bytes of the buffer to decode into: the codec allocates the rows itself."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the decoded rows."""
+        height = self.rows.stop - self.rows.start
+        return int(height * self.stream.columns * self.dtype.itemsize)
+
+    def decode(self, buffer: Tensor | None = None) -> Tensor:
+        """Return the rows."""
+        dense: Tensor = self.stream.decode_chunk(self.index)
+        return dense.view(-1, self.stream.columns).to(self.dtype)
+
+
+def _list_chunks(weight: CodedTensor) -> list[_Chunk]:
+    """Return the chunks of a weight; none if its rows cannot be decoded one chunk at a time."""
+    if weight._cache.pieces is not None:
+        return []  # it was split before
+    encoded = weight.encoded()
+    if not _has_row_chunks(encoded.codec, weight):
+        return []
+    stream: Any = weight._cache.stream
+    if stream is None:
+        stream = encoded.codec.parse(decode_parts(encoded), encoded.spec)
+    height = stream.chunk_rows
+    starts = range(0, stream.rows, height)
+    return [
+        _Chunk(stream, i, slice(first, min(first + height, stream.rows)), weight.dtype)
+        for i, first in enumerate(starts)
+    ]
+
+
+def _has_row_chunks(codec: codecs.Codec, weight: CodedTensor) -> TypeGuard[codecs.Trellis]:
+    """Return True if rows can be decoded one chunk at a time."""
+    return (
+        isinstance(codec, codecs.Trellis)
+        and not codec.transposed
+        and codec.row_dims == 1
+        and weight.dim() == 2
+        and weight.device.type == "cpu"
+    )
+
+
+def _take_chunk_rows(stream: Any, rows: Tensor) -> Tensor:
+    """Return dense rows, given their sorted numbers; each of their chunks is decoded once."""
+    if not len(rows):
+        return torch.empty(0, stream.columns, dtype=stream.like.dtype)
+    chunks, counts = torch.unique_consecutive(rows // stream.chunk_rows, return_counts=True)
+    ranges = [slice(*ends) for ends in pairwise(accumulate(counts.tolist(), initial=0))]
+
+    def take(i: int) -> Tensor:
+        dense: Tensor = stream.decode_chunk(int(chunks[i])).view(-1, stream.columns)
+        return dense[rows[ranges[i]] % stream.chunk_rows]
+
+    return torch.cat(_find_workers(torch.get_num_threads(), os.getpid()).each(take, len(chunks)))
+
+
+@lru_cache(maxsize=1)
+def _find_workers(threads: int, process: int) -> Workers:
+    """Return threads for this process; they do not survive a fork."""
+    return Workers(threads)
 
 
 @dataclass(frozen=True)
@@ -317,17 +418,33 @@ class _DecodedPiece:
 class _Prefetched:
     """Pieces of a weight, of which the first is decoded."""
 
-    pieces: list[_Piece]
+    pieces: "Sequence[_Piece | _Chunk]"
     first: _DecodedPiece
 
 
 def _decode_pieces(weight: CodedTensor, threads: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield dense rows piece by piece, all in the same memory."""
+    if chunks := _list_chunks(weight):
+        yield from _decode_chunks(chunks, threads)
+        return
     pieces = _split(weight, _PIECE_BYTES * threads)
-    nbytes = pieces[0].encoded.spec.nbytes
+    nbytes = pieces[0].nbytes
     reuse = nbytes <= _MAX_SCRATCH_BYTES
     buffer = scratch(nbytes) if reuse else allocate(Spec(torch.uint8, (nbytes,)))
-    return ((piece.rows, piece.decode(buffer, threads)) for piece in pieces)
+    yield from ((piece.rows, piece.decode(buffer, threads)) for piece in pieces)
+
+
+def _decode_chunks(chunks: "Sequence[_Chunk]", threads: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of each chunk; several are decoded at a time, on all threads."""
+    workers = _find_workers(threads, os.getpid())
+    for part in split_chunks(len(chunks), threads * max(1, _PIECE_BYTES // chunks[0].dense_bytes)):
+        some = chunks[part]
+        dense = workers.each(partial(_decode_one, some), len(some))
+        yield from zip((chunk.rows for chunk in some), dense, strict=True)
+
+
+def _decode_one(chunks: Sequence[_Chunk], i: int) -> Tensor:
+    return chunks[i].decode()
 
 
 def _split(weight: CodedTensor, nbytes: int) -> list[_Piece]:

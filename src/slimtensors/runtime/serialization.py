@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slimtensors.archive.read import register_runtime
 from slimtensors.archive.write import TensorKind, register_tensor_kind
-from slimtensors.codecs import Bitmask, Dense, Int, register
+from slimtensors.codecs import Bitmask, Dense, Int, Trellis, register
 from slimtensors.codecs.plan import Encoded, decode, decode_parts
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
 from slimtensors.parallel import Each, serially
@@ -89,6 +89,8 @@ def to_compressed(x: Encoded, each: Each = serially) -> CompressedTensor | None:
             return _read_int(x, each)
         case Quantized():
             return _read_quantized(x, each)
+        case Trellis():
+            return CodedTensor.from_encoded(x)
         case DynamicInputs():
             weight = x.parts["weight"]
             inner = to_compressed(weight, each) if isinstance(weight, Encoded) else None
@@ -177,13 +179,16 @@ def _read_quantized(x: Encoded, each: Each) -> QuantizedTensor | None:
     return quantized
 
 
-def _find_encoded(x: CompressedTensor) -> Encoded | None:
-    # Files contain neither CSR nor views.
-    return None if isinstance(x, CsrTensor | ViewTensor) else to_encoded(x)
+def find_encoded(x: CompressedTensor) -> Encoded | None:
+    """Return the encoded form of a tensor for a file, or None to store its dense values."""
+    if isinstance(x, CsrTensor | ViewTensor):  # files contain neither
+        return None
+    encoded = to_encoded(x)
+    return encoded if encoded.spec.dtype is x.dtype else None  # cast: its codes have another dtype
 
 
 register_runtime(to_compressed)
 register_tensor_kind(
     CompressedTensor,
-    TensorKind(CompressedTensor.leaves, _find_encoded, CompressedTensor.dequantize),
+    TensorKind(CompressedTensor.leaves, find_encoded, CompressedTensor.dequantize),
 )

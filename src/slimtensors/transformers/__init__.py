@@ -21,6 +21,7 @@ except ImportError as error:
 from slimtensors.folder.compress import compress_folder, decompress_folder
 from slimtensors.recipe import Calibration, Recipe
 from slimtensors.transformers import auto, compression
+from slimtensors.transformers.fit import Budget, FitReport, fit
 from slimtensors.transformers.loading import SlimConfig, SlimQuantizer
 from slimtensors.transformers.memory import measure_memory
 from slimtensors.transformers.oneshot import oneshot
@@ -30,8 +31,10 @@ from slimtensors.transformers.trainer import CheckpointSettings, SlimTrainer
 from slimtensors.transformers.training_stage import TrainedStage
 
 __all__ = [
+    "Budget",
     "Calibration",
     "CheckpointSettings",
+    "FitReport",
     "Recipe",
     "SlimConfig",
     "SlimQuantizer",
@@ -42,6 +45,7 @@ __all__ = [
     "compression",
     "decompress_folder",
     "enable",
+    "fit",
     "measure_memory",
     "oneshot",
     "train",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from slimtensors.archive import Archive
 from slimtensors.errors import ConfigError
@@ -162,7 +162,7 @@ def load_tokenizer(model: nn.Module | StrPath) -> Any | None:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError, ImportError):
         return None
 
 
@@ -228,7 +228,7 @@ def _check_path(path: StrPath) -> None:
 def _check_dense(model: nn.Module) -> None:
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        is_missing = isinstance(module, nn.Linear) and not isinstance(weight, nn.Parameter)
+        is_missing = isinstance(module, nn.Linear) and not isinstance(weight, Tensor)
         if is_missing or isinstance(weight, CompressedTensor):
             raise ConfigError(
                 f"{name}: the weight is compressed in memory; pass the folder of the model, or"

@@ -18,6 +18,7 @@ from slimtensors.errors import ConfigError, shorten_list
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
     QUANTIZATION_REPORT,
+    describe_coded,
     describe_codes,
     read_config,
     read_dtype,
@@ -32,13 +33,14 @@ from slimtensors.quantization import QuantizationConfig, QuantizationScheme, qua
 from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
 from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.state import get_quantization
-from slimtensors.quantization.targets import matches_any
+from slimtensors.quantization.targets import fit_config, matches_any
 from slimtensors.recipe.calibration import Calibration, Data, batches_for
 from slimtensors.recipe.modifiers import resolve_ignore
 from slimtensors.recipe.oneshot import check_quantizable, plan_quantization
 from slimtensors.storage import INDEX, SINGLE, StrPath, check_separate, locate, note_parameters
 from slimtensors.tensor import Json
 from slimtensors.transformers.auto import find_model_class
+from slimtensors.transformers.oneshot import show_progress
 from slimtensors.transformers.weights import (
     check_names,
     collect_dense_weights,
@@ -59,6 +61,7 @@ def calibrate_folder(
     calibration: Calibration | None = None,
     dtype: torch.dtype | None = None,
     dialect: str = COMPRESSED_TENSORS,
+    coded: bool = False,
     how: FolderOptions | None = None,
 ) -> Summary:
     """Quantize a model folder layer by layer with calibration data.
@@ -75,6 +78,7 @@ def calibrate_folder(
         calibration: amount of data, and how it is made from texts.
         dtype: dtype to run the model in; the result has the dtype of the source.
         dialect: `compressed-tensors` or `slim`.
+        coded: whether to entropy-code the tensors of `compressed-tensors`, as `quantize_folder`.
         how: shard size, threads and other options, as for `quantize_folder`.
 
     Example:
@@ -83,6 +87,8 @@ def calibrate_folder(
         >>> calibrate_folder("my-model", "my-w4a16", config, "text.txt")
     """
     options = how or FolderOptions()
+    if coded and dialect == SLIM:
+        raise ConfigError(f"coded requires the dialect {COMPRESSED_TENSORS}; {SLIM} is coded")
     settings = calibration or Calibration()
     if settings.evaluate is not None:
         raise ConfigError("calibrate_folder does not support Calibration.evaluate; use oneshot")
@@ -95,21 +101,29 @@ def calibrate_folder(
         location, stored_dtype = archive.location, main_dtype(archive)
     if dtype is not None:
         config = _set_scale_dtype(config, stored_dtype)
-    config = replace(config, ignore=resolve_ignore(model, config.ignore))
+    fitted = fit_config(model, replace(config, ignore=resolve_ignore(model, config.ignore)))
+    config = fitted.config
     check_quantizable(model, config)
     if dialect != SLIM:
         _check_storable(source, model, config)
     batches, notes = batches_for(model, data, settings, tokenizer=tokenizer)
     for note in notes:
         _LOG.warning("%s: %s", source, note)
-    quantize_model(model, config, calibration=batches, method=method, folder=settings.work)
+    with show_progress() as start:
+        quantize_model(
+            model,
+            config,
+            calibration=batches,
+            method=method,
+            folder=settings.work,
+            progress=start(method),
+        )
     section: Json = {}
-    preset = presets.dense
+    preset = presets.lossless if coded or dialect == SLIM else presets.dense
     if dialect == SLIM:
         stored_dtype = read_dtype(read_config(location)) or stored_dtype
         dense = [_cast(x, dtype, stored_dtype) for x in collect_dense_weights(model)]
         sources, unencoded = encode_quantized(model, dense)
-        preset = presets.lossless
     else:
         state = ModelCompressor(quantization_config=config).compress(model)
         section = model.config.quantization_config
@@ -120,7 +134,7 @@ def calibrate_folder(
 
     def put(folder: Path) -> Summary:
         path = folder if options.max_shard_size is not None else folder / SINGLE
-        # The dialect slim stores the parts of compressed-tensors as plain tensors.
+        # The dialect slim stores the parts of compressed-tensors as plain tensors or blobs.
         summary = write(ArchiveSource(sources), path, options.with_preset(preset)).summary()
         if unencoded:
             names = shorten_list(sorted(unencoded))
@@ -132,9 +146,10 @@ def calibrate_folder(
     def edit(config: Json, summary: Summary) -> Json:
         if dialect == SLIM:
             return describe_codes(config, summary, stored_dtype)
-        return replace_sections(config, section)
+        quantized = replace_sections(config, section)
+        return describe_coded(quantized, summary) if coded else quantized
 
-    quantization = _summarize(model, config)
+    quantization = replace(_summarize(model, config), group_sizes=fitted.smaller)
     files = {QUANTIZATION_REPORT: quantization.to_json()}
     summary = replace_weights(
         location, target, put, edit, sources=[source], options=options, files=files

@@ -1,4 +1,4 @@
-"""Datasets for training: tokenized examples, or texts and files that are tokenized here."""
+"""Datasets: tokenized examples, texts and files that are tokenized here, generated texts."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, default_data_collator
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    GenerationConfig,
+    default_data_collator,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slimtensors.errors import ConfigError
 from slimtensors.layerwise.inputs import MASK, remove_padding
+from slimtensors.layerwise.passes import without_dropout
 from slimtensors.recipe.calibration import (
+    Batch,
+    Calibration,
     Row,
     extract_texts,
     read_texts,
@@ -26,6 +34,8 @@ _IGNORED_LABEL = -100
 """Label of tokens that the loss ignores."""
 _CALIBRATION_SAMPLES, _CALIBRATION_BATCH = 128, 8
 """Amount of data for modifiers that need data but no training."""
+_GENERATED_ROWS = 32
+"""Texts that are generated at once."""
 
 
 @dataclass(frozen=True)
@@ -219,3 +229,59 @@ class PaddingCollator:
 
 def _pad(rows: list[Tensor], value: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def find_generation_obstacle(model: Any) -> str | None:
+    """Return why a model cannot generate text, or None if it can."""
+    is_text = getattr(model, "main_input_name", None) == "input_ids"
+    is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not hasattr(model, "generate") or not model.can_generate() or not is_text or not is_decoder:
+        return f"{type(model).__name__} cannot generate text for calibration"
+    if _find_start(model) is None:
+        return "the model has no start token to generate text from"
+    return None
+
+
+@torch.no_grad()
+def generate_batches(
+    model: Any, settings: Calibration, progress: Callable[[int, int], object]
+) -> list[Batch]:
+    """Return batches of tokens that the model generates itself, from its start token."""
+    start = _find_start(model)
+    assert start is not None, "checked by the caller"
+    longest = getattr(model.config, "max_position_embeddings", None) or settings.length
+    length = max(min(settings.length, longest), 2)
+    sampling = GenerationConfig(  # not that of the model: samples of its own distribution
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=length - 1,
+        max_new_tokens=length - 1,
+        bos_token_id=start,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=start,
+    )
+    batches: list[Batch] = []
+    with without_dropout(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        for done in range(0, settings.samples, _GENERATED_ROWS):
+            count = min(_GENERATED_ROWS, settings.samples - done)
+            ids = model.generate(
+                torch.full((count, 1), start),
+                attention_mask=torch.ones(count, 1, dtype=torch.long),
+                generation_config=sampling,
+            )
+            progress(done + count, settings.samples)
+            size = settings.batch_size
+            batches += [{"input_ids": ids[i : i + size]} for i in range(0, len(ids), size)]
+    return batches
+
+
+def _find_start(model: Any) -> int | None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = getattr(model.generation_config, name, None)
+        token = token[0] if isinstance(token, list) else token
+        if isinstance(token, int):
+            return token
+    return None

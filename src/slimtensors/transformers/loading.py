@@ -8,7 +8,7 @@ archive.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy, deepcopy
@@ -33,6 +33,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from slimtensors.archive import Archive
 from slimtensors.checkpoint.store import STATE
+from slimtensors.codecs import Trellis
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
@@ -58,7 +59,7 @@ from slimtensors.folder.config_json import (
 from slimtensors.folder.experts import list_stack_patterns
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
-from slimtensors.runtime import CompressedTensor
+from slimtensors.runtime import CompressedTensor, decode_ahead
 from slimtensors.tensor import Json, dtype_name, find_dtype
 from slimtensors.transformers.saving import Layout, StoredWeights, attach_saver
 from slimtensors.transformers.weights import QUANTIZED, CheckpointWeights, QuantizedArchive
@@ -261,6 +262,8 @@ class SlimQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_unexpected = self._ignored_keys
             if self._device_map and "disk" in self._device_map.values():
                 model.tie_weights(recompute_mapping=False)  # tied weights are two files on disk
+            if self._reader.run_compressed:
+                decode_ahead([model])  # its modules are defined in the order in which they run
         if self.quantization_config.checkpoint:
             del model.config.transformers_weights
             model._weight_conversions = None  # saved like a model that was not loaded
@@ -304,7 +307,7 @@ class Reader:
         self.device_map = device_map
         """Device of each module, if there are several."""
         self.run_compressed = run_compressed
-        """Whether weights of linear layers stay compressed in memory."""
+        """Whether weights of linear layers, and coded embeddings, stay compressed in memory."""
         self.other_keys: set[str] = set()
         """Patterns of entries that do not belong to the model, such as an optimizer's state."""
         self._stored = Archive.from_files(self.files)
@@ -344,6 +347,13 @@ class Reader:
         x = self._archive.load_compressed(name, self._workers.each)
         self._has_compressed |= isinstance(x, CompressedTensor)
         return x if dtype is None else x.to(dtype)
+
+    def is_coded(self, keys: Collection[str]) -> bool:
+        """Return True if entries of the files are tensors that stay coded, even as embeddings."""
+        if self._archive is not self._stored or any(key not in self._stored for key in keys):
+            return False
+        plans = [self._stored.plan(key) for key in keys]
+        return bool(plans) and all(plan and isinstance(plan.codec, Trellis) for plan in plans)
 
     def describe(self, layout: Layout | None) -> StoredWeights:
         """Return how the weights are stored, given the layout in `config.json`."""
@@ -486,10 +496,14 @@ class DecodingConverter(WeightConverter):
         device_map = self._reader.device_map
         is_on_disk = bool(device_map) and get_device(device_map, name) == "disk"
         layer, _, parameter = name.rpartition(".")
-        is_weight = parameter == "weight" and isinstance(model.get_submodule(layer), nn.Linear)
+        if parameter != "weight" or is_on_disk:
+            return False
+        module = model.get_submodule(layer)
+        if self._reader.is_coded(self.layer_targets[name]):
+            return isinstance(module, nn.Linear | nn.Embedding)
         tied = model.all_tied_weights_keys
         is_tied = name in tied or name in tied.values()
-        return is_weight and not is_tied and not is_on_disk
+        return isinstance(module, nn.Linear) and not is_tied
 
     def _copy_tied_to_disk(self, model: Any, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies for weights that are tied to `found` and offloaded to disk.

@@ -107,7 +107,7 @@ def oneshot(
             texts, missing = _make_batches(loaded, settings.evaluate, settings, tokenizer)
             notes += [f"evaluate: {note}" for note in missing]
         before = measure(loaded, texts) if texts else None
-        with _show_progress() as start:
+        with show_progress() as start:
             steps = apply_recipe(loaded, parsed, batches, work=settings.work, start=start)
         report = Report.of(loaded, steps, notes)
         report = replace(report, unchanged=find_unchanged(loaded, parsed, steps))
@@ -221,22 +221,37 @@ def _move(batch: Batch, device: Any) -> Batch:
 
 
 @contextmanager
-def _show_progress() -> Iterator[Start]:
-    """Show a progress bar per modifier if stderr is a terminal."""
+def show_progress() -> Iterator[Start]:
+    """Show a progress bar with the remaining time, one at a time, if stderr is a terminal."""
     bars: list[Any] = []
 
     def start(name: str) -> Progress:
-        bar = tqdm(desc=name, unit=" layers", file=sys.stderr, disable=not sys.stderr.isatty())
+        close()
+        bar = tqdm(
+            desc=name,
+            unit=" layers",
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} layers"
+            " [{elapsed}<{remaining}]",
+            file=sys.stderr,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            leave=False,
+        )
         bars.append(bar)
 
         def show(report: LayerReport, done: int, total: int) -> None:
-            bar.total = total
+            if bar.total != total:  # show the total at once, however short the work is
+                bar.total = total
+                bar.refresh()
             bar.update(done - bar.n)
 
         return show
 
+    def close() -> None:
+        while bars:
+            bars.pop().close()
+
     try:
         yield start
     finally:
-        for bar in bars:
-            bar.close()
+        close()

@@ -44,8 +44,8 @@ from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
 from slimtensors.quantization.state import get_quantization
 from slimtensors.quantization.state_dict import find_stored_layers, is_quantization_part
-from slimtensors.runtime import CompressedTensor, CsrTensor
-from slimtensors.runtime.serialization import to_encoded
+from slimtensors.runtime import CompressedTensor
+from slimtensors.runtime.serialization import find_encoded
 from slimtensors.storage import (
     INDEX,
     StrPath,
@@ -495,8 +495,9 @@ def _convert_on_read(
 
 
 def _encode(x: CompressedTensor) -> Tensor | Encoded:
-    # CsrTensor is a format for computing; the preset chooses how its weight is stored.
-    return to_dense(x) if isinstance(x, CsrTensor) else to_encoded(x)
+    # The preset chooses how a weight without an encoded form is stored.
+    encoded = find_encoded(x)
+    return to_dense(x) if encoded is None else encoded
 
 
 def _update_config(folder: Path, edit: Callable[[Json], Json]) -> SparsityConfig | None:

@@ -1,7 +1,7 @@
 """Weights of a model as tensors to store: collect, compare with stored ones, copy."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -64,10 +64,11 @@ def collect_weights(
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     offloaded = {id(x): name for name, x in state.items() if x.is_meta}
-    # Compressed weights are never tied, and have no single address to detect that by.
+    # Compressed weights have no single address by which transformers could detect tied ones.
     compressed = {name: x for name, x in state.items() if isinstance(x, CompressedTensor)}
     plain = {name: x for name, x in state.items() if name not in compressed}
-    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(plain, model) | compressed
+    tensors: dict[str, Tensor] = remove_tied_weights_from_state_dict(plain, model)
+    tensors |= _remove_tied(compressed, model.all_tied_weights_keys if compressed else {})
     if save_original_format:
         tensors = revert_weight_conversion(model, tensors)
         if any(x.is_meta and id(x) not in offloaded for x in tensors.values()):
@@ -86,6 +87,22 @@ def collect_weights(
     # The order of safetensors, so that equal models give equal files.
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
     return [make_source(name, x) for name, x in ordered]
+
+
+def _remove_tied(
+    weights: Mapping[str, CompressedTensor], tied: Mapping[str, str]
+) -> dict[str, CompressedTensor]:
+    """Return compressed weights without those that have the parts of the one they are tied to."""
+
+    def is_same(name: str, other: str) -> bool:
+        if other not in weights:
+            return False
+        pairs = zip(weights[name].leaves(), weights[other].leaves(), strict=False)
+        return all(a.data_ptr() == b.data_ptr() for (_, a), (_, b) in pairs)
+
+    return {
+        name: x for name, x in weights.items() if name not in tied or not is_same(name, tied[name])
+    }
 
 
 def sort_like_safetensors(sources: Iterable[TensorSource]) -> list[TensorSource]:

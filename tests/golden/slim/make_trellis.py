@@ -1,8 +1,8 @@
-"""Write the golden file of the codec `trellis`.
+"""Write the golden files of the codec `trellis`.
 
     python tests/golden/slim/make_trellis.py tests/golden/slim/3/codecs
 
-The file here was made once and is never rewritten. `expected-trellis.json` describes its content.
+The files here were made once and are never rewritten. `expected-*.json` describes their content.
 """
 
 import sys
@@ -14,7 +14,9 @@ from make_states import normal
 
 import slimtensors
 from slimtensors.codecs import Trellis
-from slimtensors.codecs.plan import Plan
+from slimtensors.codecs.plan import Encoded, Plan
+from slimtensors.codecs.trellis import Steps, round_matrix
+from slimtensors.tensor import Spec
 
 STEPS = {"coarse": 1.0, "usual": 0.4, "fine": 0.02}
 
@@ -36,6 +38,21 @@ def make_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def make_layouts() -> dict[str, Encoded]:
+    """Return tensors in every layout, with fine steps of rows."""
+    layouts = [(1, False), (2, False), (2, True), (1, True)]
+    encoded = {}
+    for fineness, (row_dims, transposed) in enumerate(layouts):
+        x = normal(20 + fineness, 3, 20, 34).bfloat16()
+        codec = Trellis(row_dims=row_dims, transposed=transposed)
+        matrix = codec.to_matrix(x)
+        rows = torch.exp2(torch.arange(len(matrix)) / 37 - 4)
+        steps = Steps(rows, torch.ones(matrix.shape[1]), row_fineness=fineness)
+        name = f"{row_dims} row dims, fineness {fineness}{', transposed' * transposed}"
+        encoded[name] = Encoded(codec, Spec.of(x), round_matrix(matrix, steps).encode())
+    return encoded
+
+
 def main(folder: Path) -> None:
     """Write the file and the values that it decodes to."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,6 +64,10 @@ def main(folder: Path) -> None:
 
     slimtensors.save(tensors, path, preset=choose)
     write_expected(slimtensors.load(path), folder / "expected-trellis.json")
+
+    path = folder / "trellis-layouts.safetensors"
+    slimtensors.save(make_layouts(), path)
+    write_expected(slimtensors.load(path), folder / "expected-trellis-layouts.json")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def decode(codec, parts, dtype, shape):
         case "bins":
             return bins.decode(parts, dtype, shape, count)
         case "trellis":
-            return trellis.decode(parts, dtype, shape, count)
+            layout = {key: codec[key] for key in ("row_dims", "transposed") if key in codec}
+            return trellis.decode(parts, dtype, shape, count, **layout)
         case "gaps":
             return masks.decode_gaps(parts, dtype, shape, count)
         case "density":

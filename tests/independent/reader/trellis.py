@@ -13,13 +13,15 @@ _LOG2 = [0, *(round(4096 * math.log2(n)) for n in range(1, 2100))]
 _POWER = [round(2 ** (30 - i / 4096)) for i in range(4096)]
 
 
-def decode(parts, dtype, shape, count):
+def decode(parts, dtype, shape, count, *, row_dims=1, transposed=False):
     """Return the tensor of the parts `steps` and `stream`."""
-    rows = shape[0] if len(shape) > 1 else 1
+    coded = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+    rows = math.prod(coded[:row_dims]) if len(coded) > row_dims else 1
     columns = count // rows
     steps, stream = parts["steps"].data, parts["stream"].data
     parameters = tuple(np.frombuffer(steps[:8], np.int8).tolist())
-    check(parameters[1] > 0 and parameters[6:] == (0, 0), "invalid parameters")
+    fineness = parameters[6]
+    check(parameters[1] > 0 and 0 <= fineness <= 3 and parameters[7] == 0, "invalid parameters")
     chunk_rows = int.from_bytes(steps[8:12], "little")
     check(0 < chunk_rows <= rows, "invalid number of rows")
     lists, at = [], 12
@@ -28,7 +30,7 @@ def decode(parts, dtype, shape, count):
         lists.append(values)
         at += used
     check(at == len(steps), "bytes after the last list")
-    row_steps, column_steps = (step_sizes(codes) for codes in lists[:2])
+    row_steps, column_steps = step_sizes(lists[0], 1 << fineness), step_sizes(lists[1], 1)
     chunks = -(-rows // chunk_rows)
     table = np.frombuffer(stream[: 8 * chunks], "<u4").reshape(chunks, 2).tolist()
     at = 8 * chunks
@@ -42,13 +44,16 @@ def decode(parts, dtype, shape, count):
         with np.errstate(over="ignore"):
             found.append(multiples.astype(np.float32) * row_steps[chunk, None] * column_steps)
     check(at == len(stream), "bytes after the last chunk")
-    return from_numbers(dtype, shape, np.concatenate(found).reshape(-1))
+    numbers = np.concatenate(found).reshape(coded)
+    numbers = numbers.swapaxes(-1, -2) if transposed else numbers
+    return from_numbers(dtype, shape, numbers.reshape(-1))
 
 
-def step_sizes(codes):
-    """Return steps of eighths of an octave."""
-    check(all(-1008 <= e <= 1016 for e in codes), "step out of range")
-    sizes = [np.ldexp(np.float32(2 ** (e % 8 / 8)), e // 8) for e in codes]
+def step_sizes(codes, divisor):
+    """Return steps of eighths of an octave, divided further."""
+    unit = 8 * divisor
+    check(all(-126 * unit <= e <= 127 * unit for e in codes), "step out of range")
+    sizes = [np.ldexp(np.float32(2 ** (e % unit / unit)), e // unit) for e in codes]
     return np.array(sizes, np.float32)
 
 

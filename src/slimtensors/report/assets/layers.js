@@ -10,9 +10,21 @@ const METRICS = {
   error: { value: (t) => t.error ?? 0, format: (x) => (100 * x).toFixed(1), about: "Relative RMS error in per cent." },
 };
 
+// The share of each tensor in the predicted loss of a fitted model.
+function lossMetric(fit) {
+  const losses = new Map(fit.tensors.map((tensor) => [tensor.name, tensor.predicted_kl ?? 0]));
+  const total = [...losses.values()].reduce((a, b) => a + b, 0) || 1;
+  return {
+    value: (t) => (losses.get(t.name) ?? 0) / total,
+    format: (x) => (100 * x).toFixed(2),
+    about: "Share of the predicted KL divergence in per cent.",
+  };
+}
+
 const MAX_ROWS = 100;
 
-function drawLayers(variant, openTensor) {
+function drawLayers(variant, openTensor, fit) {
+  const known = fit ? { ...METRICS, "predicted loss": lossMetric(fit) } : METRICS;
   const rows = new Map();
   const columns = new Set();
   const matrices = untied(variant).filter((tensor) => tensor.shape.length > 1);
@@ -33,13 +45,13 @@ function drawLayers(variant, openTensor) {
   const stacks = new Set([...rows.values()].map((row) => row.stack));
   const found = [...rows.values()].filter((row) => row.cells.size > 1 || layers.length < 4);
   const shown = found.slice(0, MAX_ROWS);
-  const metrics = Object.keys(METRICS).filter((m) => m !== "error" || matrices.some((t) => t.error));
+  const metrics = Object.keys(known).filter((m) => m !== "error" || matrices.some((t) => t.error));
   const isSparse = matrices.some((tensor) => tensor.sparsity > 0.05);
-  const first = isSparse ? "sparsity" : "bits per weight";
+  const first = isSparse && !fit ? "sparsity" : "bits per weight";
   const box = h("div", { class: "card scroll" });
 
   function draw(name) {
-    const { value, format, about } = METRICS[name];
+    const { value, format, about } = known[name];
     const values = shown.flatMap((row) => [...row.cells.values()].map(value));
     const most = Math.max(...values, 1e-9);
     const withText = layers.length <= 24;

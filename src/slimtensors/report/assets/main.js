@@ -31,7 +31,7 @@ function headline(variant) {
 function drawTop(variant) {
   const made = new Date(report.created);
   const when = Number.isNaN(made.getTime()) ? report.created : made.toISOString().slice(0, 16).replace("T", " ");
-  const links = [["variants", "Variants"], ["recipe", "Recipe"], ["dense", "Dense layers"], ["bytes", "Bytes"], ["layers", "Layers"], ["spread", "Weights"], ["checkpoints", "Checkpoints"], ["tensors", "Tensors"]]
+  const links = [["variants", "Variants"], ["recipe", "Recipe"], ["dense", "Dense layers"], ["fit", "Fit to size"], ["bytes", "Bytes"], ["layers", "Layers"], ["spread", "Weights"], ["checkpoints", "Checkpoints"], ["tensors", "Tensors"]]
     .filter(([id]) => !$(id).hidden)
     .map(([id, name]) => h("a", { href: `#${id}` }, name));
   const several = report.variants.length > 1;
@@ -89,11 +89,12 @@ function draw() {
   drawVariants();
   drawRecipe(report.recipe);
   drawDenseLayers(report.quantization);
+  drawFit(report.fit);
   drawCheckpoints(report.checkpoints);
   if (variant) {
     const open = (tensor) => openDetail(report, variant, tensor);
     redraw = drawBytes(variant, open);
-    drawLayers(variant, open);
+    drawLayers(variant, open, report.fit);
     drawHistograms(variant);
     drawTensors(variant, open);
   }

@@ -1,4 +1,4 @@
-// Linear layers that a quantized folder stores dense, and why.
+// Linear layers that a quantized folder stores dense, and why; layers with another group size.
 
 function drawDenseLayers(quantization) {
   if (!quantization) return;
@@ -9,4 +9,13 @@ function drawDenseLayers(quantization) {
   const largest = [...dense].sort((a, b) => b.parameters - a.parameters);
   const rows = largest.map((layer) => [layer.name, layer.reason, layer.parameters.toLocaleString("en"), part(layer.parameters)]);
   section("dense", "Dense layers", about, rows.length ? recipeTable(head, rows, 2) : null);
+  drawGroupSizes(quantization.group_sizes ?? []);
+}
+
+function drawGroupSizes(layers) {
+  if (!layers.length) return;
+  const about = `The group size of the preset does not fit ${layers.length.toLocaleString("en")} layers, which have another one.`;
+  const head = [["layer"], ["columns"], ["group size"], ["preset"]];
+  const rows = layers.map((layer) => [layer.name, layer.columns, layer.group_size === -1 ? "channel" : layer.group_size, layer.requested]);
+  section("groups", "Group sizes", about, recipeTable(head, rows, 1));
 }

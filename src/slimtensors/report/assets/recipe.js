@@ -45,6 +45,7 @@ function changesTable(recipe) {
     ["cosine", "Cosine similarity of the outputs before and after"],
     ["zeros", "Zeros in the result"],
     ["bits", "Bits per weight in the result; ~ is an estimate"],
+    ["group", "Weights that share a scale"],
     ["time"],
   ];
   const rows = recipe.steps.flatMap((step) => step.layers.map((layer) => {
@@ -52,7 +53,8 @@ function changesTable(recipe) {
     return [
       layer.name, step.modifier, layer.method,
       share(layer.error), share(layer.nearest_error), number(layer.cosine, 5),
-      state ? percent(state.sparsity) : "–", state ? (state.is_stored === false ? "~" : "") + state.bits.toFixed(2) : "–", seconds(layer.seconds),
+      state ? percent(state.sparsity) : "–", state ? (state.is_stored === false ? "~" : "") + state.bits.toFixed(2) : "–",
+      state?.group_size ?? "–", seconds(layer.seconds),
     ];
   }));
   return recipeTable(head, rows, 3);
