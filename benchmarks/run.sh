@@ -54,5 +54,8 @@ for name in gptq sparsegpt recipes; do
     run .venv-bench-llmcompressor $name "$@"
 done
 
+make .venv-vllm/installed && .venv-vllm/bin/pip install --quiet --no-deps --force-reinstall --config-settings=build-dir=.venv-vllm/build . || exit 1
+run .venv-vllm vllm_load "$@"
+
 .venv-bench/bin/python benchmarks/results.py
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -6,9 +6,12 @@ memory at <= 1.5x the time at batch 32. On one thread it is CPU time, except for
 weights, which are decoded ahead on another thread; the table has the CPU time of both. Memory is
 that of a fresh process after its first forward, file pages included, minus that of a process
 without weights. Saving adds <= 16 MB; loading 579 tensors takes <= 0.1x the time of torchao's way
-through transformers.
+through transformers. A model fitted to a size (codec trellis) that runs coded takes <= 0.4x the
+memory of the same weights loaded dense, after generating a few tokens in a fresh process, at >=
+0.05x its tokens per second.
 
 `--size half` is a model of 0.54 G parameters (needs 6 GB); the default is a small one.
+`--fitted FOLDER` measures only that, with a folder of `slimtensors compress --target-size`.
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16` is for virtual machines that announce AMX and cannot run it.
 """
 
@@ -27,6 +30,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 import slimtensors
+from slimtensors.codecs import Trellis
+from slimtensors.codecs.plan import Plan
+from slimtensors.folder import compress_folder
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import (
     QuantizationConfig,
@@ -44,6 +50,7 @@ SIZES = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6},
     "half": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8},
 }
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 OURS = {
     "int8": int8_weight_only(),
     "int4 g128": int4_weight_only(),
@@ -56,8 +63,19 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--fitted", type=Path, metavar="FOLDER", help="a model fitted to a size")
     parser.add_argument("--memory-of", nargs=2, metavar=("FILE", "KIND"), help="for the script")
+    parser.add_argument("--generate-with", nargs=2, metavar=("KIND", "THREADS"), help="the same")
     args = parser.parse_args()
+    if args.generate_with:
+        kind, threads = args.generate_with
+        print(json.dumps(generate_with(args.fitted, kind, int(threads))))
+        return
+    if args.fitted:
+        report = Report("run_compressed-fitted", quick=args.quick)
+        compare_fitted(report, args.fitted, args.threads)
+        report.finish()
+        return
     if args.memory_of:
         print(json.dumps(memory_of(args.size, *args.memory_of)))
         return
@@ -75,6 +93,7 @@ def main() -> None:
         compare_memory(report, args.size, files)
         compare_saving(report, args.size, files["int8"], Path(folder))
         compare_loading(report, Path(folder), 2 if args.quick else 64)
+        compare_fitted(report, save_fitted(args.size, Path(folder)), args.threads)
     report.finish()
 
 
@@ -207,6 +226,52 @@ def compare_loading(report: Report, folder: Path, layers: int) -> None:
     print(f"  {times}")
     what = f"load of {len(model.state_dict())} int8 tensors against torchao"
     report.at_most(what, times["ours"] / times["torchao"], 0.1)
+
+
+def save_fitted(size: str, folder: Path) -> Path:
+    """Return a folder with trellis weights at about 3 bits, as a model fitted to a size has."""
+    empty_model(size, "cpu").save_pretrained(folder / "to-fit")
+
+    def choose(name: str, x: torch.Tensor) -> Plan | None:
+        return Plan(Trellis(step=0.25)) if x.dim() == 2 else None
+
+    compress_folder(folder / "to-fit", folder / "fitted", preset=choose)
+    return folder / "fitted"
+
+
+def compare_fitted(report: Report, folder: Path, threads: list[int]) -> None:
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    print(f"\nfitted to a size: {stored / MB:.1f} MB of weight files")
+    for count in threads:
+        found = {}
+        for kind in ("dense", "coded"):
+            command = [sys.executable, __file__, "--fitted", str(folder), "--generate-with"]
+            done = subprocess.run([*command, kind, str(count)], check=True, capture_output=True)
+            found[kind] = json.loads(done.stdout)
+            rss, speed = found[kind]["rss"] / MB, found[kind]["tokens_per_second"]
+            print(f"  {kind}, {count} threads: {rss:.1f} MB, {speed:.2f} tokens/s")
+            report.rows.append({"group": "fitted", "case": f"{kind}, {count}", **found[kind]})
+        ratio = {key: found["coded"][key] / found["dense"][key] for key in found["dense"]}
+        report.at_most(f"fitted, memory, {count} threads", ratio["rss"], 0.4)
+        report.at_least(f"fitted, tokens/s, {count} threads", ratio["tokens_per_second"], 0.05)
+
+
+def generate_with(folder: Path, kind: str, threads: int) -> dict[str, float]:
+    """Return the memory that a model adds to a process that generates, and its speed."""
+    torch.set_num_threads(threads)
+    tokens, count = torch.arange(1, 17)[None], 16
+    length = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    tiny = LlamaConfig(vocab_size=256, num_attention_heads=2, **SIZES["small"] | TINY)
+    LlamaForCausalLM(tiny).bfloat16().generate(tokens, pad_token_id=0, **length)
+    before = memory()["rss"]
+    options = {"run_compressed": True} if kind == "coded" else {}
+    model = SparseAutoModelForCausalLM.from_pretrained(folder, **options)
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        model.generate(tokens, pad_token_id=0, **length)
+        times.append(time.perf_counter() - start)
+    return {"rss": memory()["rss"] - before, "tokens_per_second": count / min(times)}
 
 
 def time_of_loading(auto: Any, folder: Path, **options: object) -> float:
