@@ -230,6 +230,16 @@ def test_too_little_data_is_logged_and_empty_data_refused_first(folders, tmp_pat
         calibrate_folder(nowhere, out, config, ["w1"], calibration=Calibration(evaluate=["w1"]))
 
 
+def test_calibration_logs_that_transformers_cannot_load_the_result(folders, tmp_path, caplog):
+    source = folders("llama")
+    _tokenizer().save_pretrained(source)
+    config = QuantizationConfig.preset("W4A16_ASYM", ignore=["lm_head"])
+    how = Calibration(samples=1, length=8)
+    calibrate_folder(source, tmp_path / "out", config, ["w1 w2 w3 w4 w5 w6 w7 w8"], calibration=how)
+    assert "transformers cannot load LlamaForCausalLM" in caplog.text
+    assert "zero points of asymmetric weights are packed" in caplog.text
+
+
 def test_weights_that_are_not_finite_are_refused_before_calibration(folders, tmp_path):
     source = shutil.copytree(folders("llama"), tmp_path / "source")
     _tokenizer().save_pretrained(source)

@@ -4,6 +4,7 @@ import json
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from transformers import (
 import slimtensors
 from slimtensors.errors import ConfigError
 from slimtensors.folder.architecture import Architecture
+from slimtensors.folder.convert import convert_folder
 from slimtensors.folder.quantize import quantize_folder
 from slimtensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from slimtensors.quantization.affine import fake_quantize, find_params
@@ -173,11 +175,61 @@ def test_experts_that_transformers_cannot_load_are_logged(tmp_path, caplog, name
 @pytest.mark.parametrize(("name", "ignore"), [("int8", "lm_head"), ("int4", "re:.*experts.*")])
 def test_experts_that_transformers_would_load_as_random_weights_are_refused(tmp_path, name, ignore):
     model = make_tiny("nemotron_h")
-    with pytest.raises(ConfigError, match=r"random weights for .*experts.* FP8, or"):
+    with pytest.raises(ConfigError, match=r"random weights for .*experts.* FP8_DYNAMIC, or"):
         quantize(model, tmp_path, name, [ignore])
     quantize(model, tmp_path / "slim", name, [ignore], dialect="slim")
     folder = quantize(model, tmp_path / "int4", "int4")
     assert not any(type(model).from_pretrained(folder, output_loading_info=True)[1].values())
+
+
+def test_experts_load_by_their_group_if_shared_experts_are_in_another(tmp_path):
+    model = make_tiny("nemotron_h")
+    model.save_pretrained(tmp_path / "dense")
+    config = QuantizationConfig.preset("W4A16", ignore=["lm_head"])
+    quantize_folder(tmp_path / "dense", tmp_path / "out", config)
+    assert len(read_section(tmp_path / "out")["config_groups"]) > 1
+    convert_folder(tmp_path / "out", tmp_path / "rounded", to="dense")
+    rounded = type(model).from_pretrained(tmp_path / "rounded").state_dict()
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    experts = [name for name in rounded if ".experts." in name]
+    assert experts
+    assert all(same_bits(loaded.state_dict()[name], rounded[name]) for name in experts)
+
+
+def test_packed_zero_points_that_transformers_cannot_load_are_logged(tmp_path, caplog):
+    args = replace(ARGS["int4"], symmetric=False)
+    config = QuantizationConfig(
+        {"group_0": QuantizationScheme(["Linear"], weights=args)}, ignore=["lm_head"]
+    )
+    model = make_llama()
+    model.save_pretrained(tmp_path / "dense")
+    quantize_folder(tmp_path / "dense", tmp_path / "out", config)
+    assert "cannot load LlamaForCausalLM with this quantization" in caplog.text
+    assert "zero points of asymmetric weights are packed" in caplog.text
+    with pytest.raises(RuntimeError, match="mismatched"):
+        type(model).from_pretrained(tmp_path / "out")
+
+
+def test_codes_of_the_slim_dialect_load_elsewhere_once_converted(tmp_path):
+    model = make_tiny("llava")
+    slim = quantize(model, tmp_path, "int4", dialect="slim")
+    convert_folder(slim, tmp_path / "converted", to="compressed-tensors")
+    assert len(load_stock(model, tmp_path / "converted", ARGS["int4"])) > 20
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("nomic_bert", r"Wqkv.weight.* \(not a layer of the model, or split on load\)"),
+        ("llama4_text", "loads experts one by one"),
+    ],
+)
+def test_codes_that_others_would_not_load_are_not_converted(tmp_path, model_type, reason):
+    slim = quantize(make_tiny(model_type), tmp_path, "int4", dialect="slim")
+    with pytest.raises(ConfigError, match=reason):
+        convert_folder(slim, tmp_path / "converted", to="compressed-tensors")
+    assert not (tmp_path / "converted").exists()
 
 
 def make_t5():

@@ -1,5 +1,6 @@
 """Models that a recipe has changed, saved and loaded again, in architectures of every layout."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,30 @@ def test_the_result_of_a_recipe_loads_with_the_same_bits(tmp_path, model_type, r
     assert report.format == ("pack-quantized" if is_stock else "slim")
     explained = any("stored in the dialect slim, which only" in note for note in report.notes)
     assert explained == (recipe == "plain" and not is_stock)
+
+
+@pytest.mark.interop
+@pytest.mark.filterwarnings("ignore")  # of transformers, about missing kernels
+def test_transformers_finds_the_group_of_experts_beside_shared_experts(tmp_path):
+    model = catalogue.find("nemotron_h").build()
+    model, _ = oneshot(model, [Quantize("W4A16")], output_dir=tmp_path / "out")
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert len(section["config_groups"]) == 2
+    loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    want, have = model.state_dict(), loaded.state_dict()
+    experts = [name for name in want if ".experts." in name]
+    assert experts
+    assert [name for name in experts if not same_bits(want[name], have[name])] == []
+
+
+def test_stacks_beside_quantized_layers_are_stored_where_they_load(tmp_path):
+    model, batches = make("llama4_text")
+    recipe = [GPTQ(config_groups=GROUPS, ignore=["lm_head", "re:.*experts.*"])]
+    model, report = oneshot(model, recipe, batches, output_dir=tmp_path / "out")
+    assert report.format == "slim"
+    assert any("loads experts one by one" in note for note in report.notes)
+    check_same(model, tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Huffman, presets
 from slimtensors.codecs.plan import Encoded, Plan, decode, decode_parts
-from slimtensors.errors import ConfigError, CorruptFileError, SlimError
+from slimtensors.errors import ConfigError, CorruptFileError, SlimError, group_names
+from slimtensors.folder.architecture import Architecture
+from slimtensors.folder.architecture import Kind as TensorKind
 from slimtensors.folder.compress import compress_with, decompress_with
 from slimtensors.folder.config_json import (
     COMPRESSED_TENSORS,
@@ -30,9 +32,17 @@ from slimtensors.folder.config_json import (
     remove_sections,
     set_section,
 )
-from slimtensors.folder.experts import find_expert_stacks, make_stack
+from slimtensors.folder.experts import divide_experts, find_expert_stacks, make_stack
 from slimtensors.folder.job import build_folder
 from slimtensors.folder.processes import ProcessGroup
+from slimtensors.folder.selection import (
+    ROUTER,
+    FolderLayer,
+    StockLoader,
+    build_architecture,
+    list_layers,
+    name_experts,
+)
 from slimtensors.folder.weights import FolderOptions, Weights
 from slimtensors.parallel import Each, serially
 from slimtensors.quantization import (
@@ -44,6 +54,7 @@ from slimtensors.quantization import (
     formats,
 )
 from slimtensors.quantization.fused import warn_unshared
+from slimtensors.quantization.group_sizes import find_targets
 from slimtensors.quantization.state_dict import (
     find_dense_shape,
     find_scheme,
@@ -116,7 +127,11 @@ def convert_folder(
     codecs = _find_quantized(archive)
     if codecs and to == COMPRESSED_TENSORS:
         check_config(config, archive.path)
-        return _write_compressed_tensors(archive, codecs, target, options)
+        try:
+            section = _make_config(archive, config, codecs)
+        except ConfigError as error:
+            raise ConfigError(f"{archive.path}: {error}") from error
+        return _write_compressed_tensors(archive, codecs, section, target, options)
     if to == "dense":
         return decompress_with(archive, target, options.with_preset(presets.dense))
     preset = "lossless" if to == SLIM else "sparse"
@@ -267,6 +282,7 @@ def _find_quantized(archive: Archive) -> dict[str, Quantized]:
 def _write_compressed_tensors(
     archive: Archive,
     codecs: Mapping[str, Quantized],
+    section: QuantizationConfig,
     target: StrPath,
     options: FolderOptions,
 ) -> Summary:
@@ -289,7 +305,7 @@ def _write_compressed_tensors(
         return ArchiveSource([make_item(name) for name in part if name not in tied], tied)
 
     def describe(config: Json, _: Summary) -> Json:
-        return set_section(remove_compression(config), _make_config(codecs).to_dict())
+        return set_section(remove_compression(config), section.to_dict())
 
     options = options.with_preset(presets.dense, COMPRESSED_TENSORS)
     weights = Weights(archive, options, make_source=make_source)
@@ -298,21 +314,74 @@ def _write_compressed_tensors(
     return summary
 
 
-def _make_config(codecs: Mapping[str, Quantized]) -> QuantizationConfig:
-    """Return the config that compressed-tensors needs; it lists layers by name."""
-    groups: dict[str, list[str]] = {}
-    for name, codec in codecs.items():
-        groups.setdefault(str(codec.args), []).append(name.removesuffix(".weight"))
-    arguments = {str(codec.args): codec.arguments for codec in codecs.values()}
-    schemes = [
-        QuantizationScheme(sorted(layers), weights=arguments[key]) for key, layers in groups.items()
-    ]
-    kinds = [formats.infer(scheme) for scheme in schemes]
-    return QuantizationConfig(
-        {
-            f"group_{i}": replace(scheme, format=kind)
-            for i, (scheme, kind) in enumerate(zip(schemes, kinds, strict=True))
-        },
-        format=formats.merge(kinds),
+def _make_config(
+    archive: Archive, config: Json, codecs: Mapping[str, Quantized]
+) -> QuantizationConfig:
+    """Return the config with which others load the codes; raise if they would not."""
+    architecture = build_architecture(archive, config)
+    if architecture is not None and divide_experts(archive, architecture) is not None:
+        raise ConfigError(
+            "transformers loads experts one by one if a model is quantized, but here they are"
+            " stacked; compress the original with --quantize"
+        )
+    layers = list_layers(archive, architecture, for_others=True)
+    all_names = [name for layer in layers for name in layer.names]
+    keys = list(dict.fromkeys(str(codec.args) for codec in codecs.values()))
+    used = {
+        layer: f"group_{keys.index(str(codecs[layer.tensor].args))}"
+        for layer in _find_layers(archive, codecs, layers, architecture)
+    }
+    schemes: dict[str, QuantizationScheme] = {}
+    for layer, group in used.items():
+        if group not in schemes:
+            names = {name for each, its in used.items() if its == group for name in each.names}
+            targets = find_targets(names, all_names)
+            scheme = QuantizationScheme(targets, weights=codecs[layer.tensor].arguments)
+            schemes[group] = replace(scheme, format=formats.infer(scheme))
+    section = QuantizationConfig(
+        schemes,
+        format=formats.merge(str(scheme.format) for scheme in schemes.values()),
         quantization_status=QuantizationStatus.COMPRESSED,
     )
+    stock = StockLoader(archive, section, architecture)
+    _refuse({layer.name: reason for layer, reason in stock.find_unloadable(used).items()})
+    stock.check_conversions(used)
+    return replace(section, config_groups=name_experts(section.config_groups, used))
+
+
+def _find_layers(
+    archive: Archive,
+    codecs: Mapping[str, Quantized],
+    layers: Sequence[FolderLayer],
+    architecture: Architecture | None,
+) -> list[FolderLayer]:
+    """Return the layers that have codes; raise if one is not loaded as it is stored."""
+    by_tensor = {layer.tensor: layer for layer in layers}
+    places = {} if architecture is None else architecture.place(archive)
+    linear = {} if architecture is None else architecture.linear_layers
+    found: list[FolderLayer] = []
+    refused: dict[str, str] = {}
+    for name in codecs:
+        layer = by_tensor.get(name)
+        if layer is None and name in places and places[name].kind is TensorKind.EMBEDDING:
+            names = dict.fromkeys([places[name].module, name.rpartition(".")[0]])
+            layer = FolderLayer(name, archive.spec(name), tuple(names))
+        if layer is None:
+            refused[name] = "not a layer of the model, or split on load"
+        elif layer.dense and not (layer.dense == ROUTER and layer.name in linear):
+            refused[name] = layer.dense
+        else:
+            found.append(layer)
+    _refuse(refused)
+    return found
+
+
+def _refuse(reasons: Mapping[str, str]) -> None:
+    """Raise if others do not load the codes of some layers, with the reasons."""
+    if reasons:
+        groups = group_names(reasons.items())
+        found = "; ".join(f"{names} ({reason})" for reason, names in groups.items())
+        raise ConfigError(
+            f"transformers does not load these layers quantized: {found}; compress the original"
+            " with --quantize, or convert to dense"
+        )

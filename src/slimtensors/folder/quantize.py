@@ -1,7 +1,6 @@
 """Quantize model folders without running the model."""
 
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -24,7 +23,7 @@ from slimtensors.archive.write import ArchiveSource, TensorSource, as_source
 from slimtensors.codecs import Bitmask, Huffman, presets
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Choice
-from slimtensors.errors import ConfigError, MissingDependencyError, suggest
+from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.architecture import Architecture
 from slimtensors.folder.compress import compress_with
 from slimtensors.folder.config_json import (
@@ -42,9 +41,11 @@ from slimtensors.folder.selection import (
     STACKED,
     FolderLayer,
     StockLoader,
+    build_architecture,
     fit_layers,
-    fits,
     list_layers,
+    name_experts,
+    replace_numbers,
 )
 from slimtensors.folder.weights import FolderOptions, Weights
 from slimtensors.parallel import Each
@@ -123,7 +124,7 @@ def quantize_folder(
         raise ConfigError(
             f"{archive.path}: already quantized; use slimtensors convert --to dense first"
         )
-    architecture = _build_architecture(archive, model_config)
+    architecture = build_architecture(archive, model_config)
     tensors: Tensors = archive
     make_source: Callable[[Archive], ArchiveSource] = as_source
     try:
@@ -222,11 +223,11 @@ class QuantizedLayers:
             raise ConfigError(_describe_refused(refused))
         if for_others:
             stock = StockLoader(archive, config, architecture)
-            for layer, reason in stock.find_unloadable(chosen).items():
-                dense[layer.name] = reason
-                del chosen[layer]
+            for find in (stock.find_larger, stock.find_unloadable):
+                for layer, reason in find(chosen).items():
+                    dense[layer.name] = reason
+                    del chosen[layer]
             stock.check_conversions(chosen)
-            _check_experts({group for layer, group in chosen.items() if layer.stack})
         config = fitted.restrict_to(set(chosen.values()))
         _check_groups(config, set(chosen.values()), dense)
         groups = {layer.tensor: group for layer, group in chosen.items()}
@@ -293,12 +294,15 @@ class QuantizedLayers:
             unlisted.append(OUTPUT_LAYERS)  # a tied one, if the folder is loaded in such a class
         return replace(
             self.config,
-            config_groups=self._name_experts(make_disjoint(groups, quantized)),
+            config_groups=name_experts(make_disjoint(groups, quantized), self._used()),
             format=formats.merge(str(scheme.format) for scheme in groups.values()),
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=[*self.config.ignore, *dict.fromkeys(unlisted)],
             version=LAYOUT,
         )
+
+    def _used(self) -> dict[FolderLayer, str]:
+        return {x: self.groups[x.tensor] for x in self.layers if x.tensor in self.groups}
 
     def _list_names(self, layer: FolderLayer) -> list[str]:
         """Return the names of a layer in the model, in its base model and in the files."""
@@ -307,20 +311,6 @@ class QuantizedLayers:
         if layer.name.startswith(prefix):
             names.append(layer.name.removeprefix(prefix))
         return names
-
-    def _name_experts(self, groups: dict[str, QuantizationScheme]) -> dict[str, QuantizationScheme]:
-        """Return the groups with targets by which transformers finds the group of the experts."""
-        experts = [x for x in self.layers if x.stack and x.tensor in self.groups]
-        used = {self.groups[layer.tensor] for layer in experts}
-        if used <= {_find_expert_group(groups)}:
-            return groups
-        (group,) = used
-        patterns = {f"re:{_replace_numbers(re.escape(x.name), r'[0-9]+')}$" for x in experts}
-        targets = [*groups[group].targets, *sorted(patterns)]
-        named = {**groups, group: groups[group].with_targets(targets)}
-        if _find_expert_group(named) != group:
-            raise ConfigError(f"transformers would not load the experts by the group {group}")
-        return named
 
     def summarize(self, archive: Tensors) -> QuantizationSummary:
         """Return how much of the folder is quantized, and which linear layers stay dense."""
@@ -407,14 +397,6 @@ def _read_ranges(items: Sequence[TensorSource], each: Each) -> Iterator[Tensor]:
         yield torch.stack(torch.aminmax(x))
 
 
-def _find_expert_group(groups: Mapping[str, QuantizationScheme]) -> str:
-    """Return the group whose scheme transformers applies to all experts that it merges."""
-    patterns = {name: [t for t in x.targets if t.startswith("re:")] for name, x in groups.items()}
-    by_name = (x for x, targets in patterns.items() if any("experts" in t for t in targets))
-    by_class = (x for x, targets in patterns.items() if len(targets) < len(groups[x].targets))
-    return next(by_name, None) or next(by_class, None) or next(iter(groups))
-
-
 def _coded_plan(args: QuantizationArgs, x: Tensor) -> Plan:
     """Return the plan for codes: with a mask if many are zero, else in whole bytes."""
     codec = Quantized(args, packed=False)
@@ -436,20 +418,6 @@ def _stored_format(group: str, scheme: QuantizationScheme, config: QuantizationC
     if requested not in same:
         raise ConfigError(f"{group}: format {requested} does not fit its codes; use {written}")
     return requested
-
-
-def _build_architecture(archive: Archive, config: Json) -> Architecture | None:
-    """Return the architecture of a folder; None, with a warning, if only names are known."""
-    try:
-        architecture = Architecture.build(config)
-    except (ConfigError, MissingDependencyError) as error:
-        reason = str(error)
-    else:
-        if fits(archive, architecture):
-            return architecture
-        reason = f"most tensors do not belong to {type(architecture.model).__name__}"
-    _LOG.warning("%s: layers are recognized by the names of tensors: %s", archive.path, reason)
-    return None
 
 
 def _check_targets(
@@ -504,7 +472,7 @@ def _list_names(names: Sequence[str]) -> str:
     """Return the names; those that differ in numbers only are counted: `layers.*.mlp.up (32)`."""
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(_replace_numbers(name, "*"), []).append(name)
+        alike.setdefault(replace_numbers(name, "*"), []).append(name)
     return ", ".join(
         f"{pattern} ({len(group)})" if len(group) > 1 else group[0]
         for pattern, group in alike.items()
@@ -521,20 +489,6 @@ def _select_rows(item: TensorSource, layer: FolderLayer) -> TensorSource:
         return x[rows].clone()
 
     return replace(item, name=layer.tensor, spec=layer.spec, read=read)
-
-
-def _replace_numbers(name: str, by: str) -> str:
-    """Return the name of a layer with all of its indexes replaced."""
-    return re.sub(r"(?<![^.])\d+(?![^.\\])", by, name)
-
-
-def _check_experts(groups: Collection[str]) -> None:
-    """Raise if experts that are merged on load are in several groups."""
-    if len(groups) > 1:
-        raise ConfigError(
-            f"experts are in the groups {' and '.join(sorted(groups))}, but transformers and vLLM"
-            " apply one scheme to all of them; target them in one group"
-        )
 
 
 def _find_problem(spec: Spec, args: QuantizationArgs) -> str | None:

@@ -1,12 +1,14 @@
 """Select the layers of a model folder that a config quantizes."""
 
 import logging
+import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from slimtensors.errors import ConfigError
+from slimtensors.archive import Archive
+from slimtensors.errors import ConfigError, MissingDependencyError
 from slimtensors.folder.architecture import Architecture, Kind, Placement
 from slimtensors.folder.experts import Tensors
 from slimtensors.parallel import serially
@@ -27,12 +29,15 @@ from slimtensors.quantization.layers import (
     list_class_names,
 )
 from slimtensors.quantization.targets import (
+    PACKED_ZERO_POINTS,
     can_transformers_load_experts,
     choose_format,
     find_group,
+    has_packed_zero_points,
     matches_any,
+    show_expert_group,
 )
-from slimtensors.tensor import Spec
+from slimtensors.tensor import Json, Spec
 
 _LOG = logging.getLogger(__name__)
 
@@ -100,6 +105,20 @@ class FolderLayer:
         return next((group for group in groups if group is not None), None)
 
 
+def build_architecture(archive: Archive, config: Json) -> Architecture | None:
+    """Return the architecture of a folder; None, with a warning, if only names are known."""
+    try:
+        architecture = Architecture.build(config)
+    except (ConfigError, MissingDependencyError) as error:
+        reason = str(error)
+    else:
+        if _fits(archive, architecture):
+            return architecture
+        reason = f"most tensors do not belong to {type(architecture.model).__name__}"
+    _LOG.warning("%s: layers are recognized by the names of tensors: %s", archive.path, reason)
+    return None
+
+
 def list_layers(
     archive: Tensors, architecture: Architecture | None, *, for_others: bool
 ) -> list[FolderLayer]:
@@ -137,7 +156,7 @@ def fit_layers(config: QuantizationConfig, layers: Iterable[FolderLayer]) -> Fit
     )
 
 
-def fits(archive: Tensors, architecture: Architecture) -> bool:
+def _fits(archive: Tensors, architecture: Architecture) -> bool:
     """Return True if most tensors of a folder belong to the architecture."""
     known = 0
     for name, place in architecture.place(archive).items():
@@ -159,16 +178,23 @@ class StockLoader:
         self._architecture = architecture
         self._parts: dict[tuple[Spec, str], dict[str, Spec]] = {}
 
+    def find_larger(self, groups: Mapping[FolderLayer, str]) -> dict[FolderLayer, str]:
+        """Return the layers that are at least as large quantized as dense."""
+        return {
+            layer: "would not get smaller"
+            for layer, group in groups.items()
+            if sum(part.nbytes for part in self._describe_parts(layer, group).values())
+            >= self._sample(layer).nbytes
+        }
+
     def find_unloadable(self, groups: Mapping[FolderLayer, str]) -> dict[FolderLayer, str]:
-        """Return the layers that must stay dense, with the reason."""
-        found: dict[FolderLayer, str] = {}
-        for layer, group in groups.items():
-            spec, parts = self._sample(layer), self._describe_parts(layer, group)
-            if sum(part.nbytes for part in parts.values()) >= spec.nbytes:
-                found[layer] = "would not get smaller"
+        """Return the layers that transformers does not load quantized, with the reason.
+
+        If that is all of them, it does not load the model at all: then none, and a warning.
+        """
         if self._architecture is None:
-            return found
-        found |= self._find_broken_experts(groups)
+            return {}
+        found = self._find_broken_experts(groups)
         while misplaced := self._find_misplaced(_without(groups, found), self._architecture):
             found |= misplaced
         broken = self._find_broken(_without(groups, found), self._architecture)
@@ -179,12 +205,14 @@ class StockLoader:
         return found
 
     def check_conversions(self, groups: Mapping[FolderLayer, str]) -> None:
-        """Warn if weights that transformers converts on load cannot be loaded, dense or quantized.
+        """Warn if weights cannot be loaded as they are stored, or converted on load.
 
         In a quantized folder it dequantizes what it merges, such as experts, which works for some
         formats only. Dense weights are accepted only next to FP8, and what it splits only if some
-        of it is quantized. Raise if it would load random weights instead of stopping.
+        of it is quantized. Raise if it would load random weights instead of stopping, or experts
+        in several groups.
         """
+        _check_experts({group for layer, group in groups.items() if layer.stack})
         if self._architecture is None:
             return
         stored = {layer.tensor: group for layer, group in groups.items()}
@@ -195,11 +223,12 @@ class StockLoader:
             if place.dequantizes and not place.others and is_loaded:
                 merged.setdefault(place.parameter, set()).add(stored.get(name))
                 operations[place.parameter] = place.operations
-        problems = self._architecture.find_failing_splits(layer.name for layer in groups)
+        problems = self._find_packed_zero_points(groups)
+        problems |= self._architecture.find_failing_splits(layer.name for layer in groups)
         is_stopped = bool(problems)
         for name, used in merged.items():
             if what := self._find_unmergeable(used):
-                advice = "quantize it to 4 bits or FP8"
+                advice = "quantize all of it with W4A16 or FP8_DYNAMIC"
                 problems[name] = f"merged on load, which fails for {what}; {advice}"
                 is_stopped |= operations[name] != _MERGES_NOTHING
         if not problems:
@@ -210,6 +239,14 @@ class StockLoader:
                 f"transformers would load random weights for {reason}, or use the dialect slim"
             )
         self._warn(reason)
+
+    def _find_packed_zero_points(self, groups: Mapping[FolderLayer, str]) -> dict[str, str]:
+        packed = {
+            name
+            for name, scheme in self._config.config_groups.items()
+            if has_packed_zero_points(scheme.weights, choose_format(scheme, self._config))
+        }
+        return {x.name: PACKED_ZERO_POINTS for x, group in groups.items() if group in packed}
 
     def _find_unmergeable(self, used: Collection[str | None]) -> str | None:
         """Return what of these groups cannot be merged on load; None if all can."""
@@ -291,6 +328,32 @@ class StockLoader:
             pieces = pack_quantized("weight", sample, codec, serially).pieces
             self._parts[key] = {piece.name: piece.spec for piece in pieces}
         return self._parts[key]
+
+
+def name_experts(
+    groups: Mapping[str, QuantizationScheme], used: Mapping[FolderLayer, str]
+) -> dict[str, QuantizationScheme]:
+    """Return the groups such that transformers finds that of the experts.
+
+    `used` maps the quantized layers to their groups.
+    """
+    experts = {layer: group for layer, group in used.items() if layer.stack}
+    patterns = {f"re:{replace_numbers(re.escape(x.name), r'[0-9]+')}$" for x in experts}
+    return show_expert_group(groups, {*experts.values()}, patterns)
+
+
+def replace_numbers(name: str, by: str) -> str:
+    """Return the name of a layer with all of its indexes replaced."""
+    return re.sub(r"(?<![^.])\d+(?![^.\\])", by, name)
+
+
+def _check_experts(groups: Collection[str]) -> None:
+    """Raise if experts that are merged on load are in several groups."""
+    if len(groups) > 1:
+        raise ConfigError(
+            f"experts are in the groups {' and '.join(sorted(groups))}, but transformers and vLLM"
+            " apply one scheme to all of them; target them in one group"
+        )
 
 
 def _is_float8(scheme: QuantizationScheme) -> bool:

@@ -42,6 +42,7 @@ from slimtensors.quantization.targets import (
     find_group,
     make_disjoint,
     matches_any,
+    show_expert_group,
 )
 from slimtensors.storage import StrPath
 from slimtensors.tensor import Spec
@@ -96,11 +97,13 @@ def describe_config(model: nn.Module, config: QuantizationConfig) -> Quantizatio
         for name, group in config.config_groups.items()
         if not group.is_empty or _is_empty(config)
     }
+    expert_groups = {layers[name][0] for name in patterns}
+    disjoint = make_disjoint(groups, layers, patterns)
     unlisted = [x for x in _list_routers(model) if not matches_any(config.ignore, x, ("Linear",))]
     unlisted += _list_layers(model, config, config.config_groups.keys() - groups.keys())
     return replace(
         config,
-        config_groups=make_disjoint(groups, layers, patterns),
+        config_groups=show_expert_group(disjoint, expert_groups, patterns.values()),
         format=formats.merge(stored.values()),
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=[*config.ignore, *unlisted],

@@ -106,6 +106,31 @@ def matches_any(targets: Iterable[str], name: str, classes: Sequence[str]) -> bo
     return any(rank_target(target, name, classes) is not None for target in targets)
 
 
+def show_expert_group(
+    groups: Mapping[str, QuantizationScheme], used: Collection[str], patterns: Iterable[str]
+) -> dict[str, QuantizationScheme]:
+    """Return the groups with names and targets by which transformers finds that of the experts.
+
+    `used` is the group of the experts that it merges, if there are any, and `patterns` match them.
+    """
+    groups = dict(sorted(groups.items()))  # as config.json is written
+    if len(used) != 1 or _find_expert_group(groups) in used:
+        return groups
+    (name,) = used
+    scheme = groups.pop(name)
+    scheme = scheme.with_targets(sorted({*scheme.targets, *patterns}))
+    # The first name, because the targets of another group may contain shared experts.
+    return {f"0_{name}": scheme, **groups}
+
+
+def _find_expert_group(groups: Mapping[str, QuantizationScheme]) -> str:
+    """Return the group whose scheme transformers applies to all experts that it merges."""
+    patterns = {name: [t for t in x.targets if t.startswith("re:")] for name, x in groups.items()}
+    by_name = (x for x, targets in patterns.items() if any("experts" in t for t in targets))
+    by_class = (x for x, targets in patterns.items() if len(targets) < len(groups[x].targets))
+    return next(by_name, None) or next(by_class, None) or next(iter(groups))
+
+
 def find_group(
     groups: Mapping[str, QuantizationScheme],
     ignore: Iterable[str],
@@ -313,6 +338,10 @@ def _check_experts(plan: LayerPlan, report: Report) -> None:
         )
 
 
+PACKED_ZERO_POINTS = "zero points of asymmetric weights are packed"
+"""Why transformers does not load weights for which `has_packed_zero_points` returns True."""
+
+
 def can_transformers_load_experts(args: QuantizationArgs | None, format: str | None) -> bool:
     """Return True if transformers loads experts that are stored with these arguments."""
     if args is None or not args.symmetric:
@@ -323,6 +352,13 @@ def can_transformers_load_experts(args: QuantizationArgs | None, format: str | N
         and format in ("float-quantized", "naive-quantized")
         and args.strategy in ungrouped
     )
+
+
+def has_packed_zero_points(args: QuantizationArgs | None, format: str | None) -> bool:
+    """Return True if weights have zero points in a shape that transformers does not load."""
+    if args is None or args.symmetric or format != "pack-quantized":
+        return False
+    return args.strategy in (QuantizationStrategy.GROUP, QuantizationStrategy.CHANNEL)
 
 
 def _check_targets(model: nn.Module, config: QuantizationConfig, report: Report) -> None:

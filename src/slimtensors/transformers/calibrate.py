@@ -30,7 +30,7 @@ from slimtensors.folder.quantize import IGNORED, NOT_TARGETED
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig, QuantizationScheme, quantize_model
-from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
+from slimtensors.quantization.checkpoint_layout import describe_unstorable
 from slimtensors.quantization.layers import list_class_names, list_weights
 from slimtensors.quantization.state import get_quantization
 from slimtensors.quantization.targets import fit_config, matches_any
@@ -41,6 +41,7 @@ from slimtensors.storage import INDEX, SINGLE, StrPath, check_separate, locate, 
 from slimtensors.tensor import Json
 from slimtensors.transformers.auto import find_model_class
 from slimtensors.transformers.oneshot import show_progress
+from slimtensors.transformers.saving import explain_stock_failure, find_unstorable_weights
 from slimtensors.transformers.weights import (
     check_names,
     collect_dense_weights,
@@ -128,6 +129,8 @@ def calibrate_folder(
         state = ModelCompressor(quantization_config=config).compress(model)
         section = model.config.quantization_config
         sources = collect_weights(model, state, save_original_format=True)
+        for note in explain_stock_failure(model, sources, config):
+            _LOG.warning("%s: %s", source, note)
         sources = [_cast(x, dtype, stored_dtype) for x in sources]
         unencoded = []
     check_names(model, sources)
@@ -178,7 +181,7 @@ def _summarize(model: nn.Module, config: QuantizationConfig) -> QuantizationSumm
 
 def _check_storable(source: StrPath, model: nn.Module, config: QuantizationConfig) -> None:
     """Raise if the dialect compressed-tensors cannot store the result."""
-    if unstorable := find_unstorable(model, plan_quantization(model, config)):
+    if unstorable := find_unstorable_weights(model, plan_quantization(model, config)):
         raise ConfigError(
             f"{source}: {describe_unstorable(unstorable)}; use the dialect slim, or ignore them"
         )

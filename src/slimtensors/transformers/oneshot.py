@@ -23,7 +23,6 @@ from slimtensors.layerwise.inputs import remove_padding
 from slimtensors.layerwise.report import LayerReport
 from slimtensors.quantization.checkpoint_layout import (
     convert_for_saving,
-    find_unstorable,
     outline_state,
 )
 from slimtensors.recipe import Calibration, Recipe
@@ -46,6 +45,7 @@ from slimtensors.transformers.data import find_unused_columns, select_columns
 from slimtensors.transformers.saving import (
     check_codes_suffice,
     enable,
+    find_unstorable_weights,
     save_codes,
     save_quantized,
 )
@@ -159,7 +159,7 @@ def check_savable(model: nn.Module, recipe: Recipe, *, save_compressed: bool) ->
     for modifier in recipe.modifiers if save_compressed else ():
         if isinstance(modifier, QuantizationModifier):
             config = make_config(model, modifier)
-            if unstorable := find_unstorable(model, plan_quantization(model, config)):
+            if unstorable := find_unstorable_weights(model, plan_quantization(model, config)):
                 check_codes_suffice(unstorable, config)
 
 

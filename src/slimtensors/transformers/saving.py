@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from slimtensors.archive import Archive
 from slimtensors.archive.dialects import PackedTensor
@@ -42,8 +43,9 @@ from slimtensors.folder.config_json import (
 from slimtensors.parallel import Each
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.quantization.checkpoint_layout import describe_unstorable, find_unstorable
-from slimtensors.quantization.state import get_quantization
+from slimtensors.quantization.state import LayerPlan, get_quantization
 from slimtensors.quantization.state_dict import find_stored_layers, is_quantization_part
+from slimtensors.quantization.targets import PACKED_ZERO_POINTS, has_packed_zero_points
 from slimtensors.runtime import CompressedTensor
 from slimtensors.runtime.serialization import find_encoded
 from slimtensors.storage import (
@@ -151,7 +153,7 @@ def save_quantized(
     The dialect is compressed-tensors, unless it cannot store a weight of the model: then slim.
     """
     quantized = [found for module in model.modules() if (found := get_quantization(module))]
-    if unstorable := find_unstorable(model, [found.plan for found in quantized]):
+    if unstorable := find_unstorable_weights(model, [found.plan for found in quantized]):
         config = compressor.quantization_config
         check_codes_suffice(unstorable, config, is_sparse=compressor.sparsity_config is not None)
         return "slim", [
@@ -168,27 +170,47 @@ def save_quantized(
             apply_umask(folder)
         if options.get("is_main_process", True) and find_prefixes(state):
             update_config(folder, stop_other_loaders)
-        notes = _explain_stock_failure(model, stored, compressor.quantization_config)
+        notes = explain_stock_failure(model, stored, compressor.quantization_config)
         return str(model.config.quantization_config["format"]), notes
     finally:
         del model.config.quantization_config  # the weights of the model in memory are dense
 
 
-def _explain_stock_failure(
+def find_unstorable_weights(model: Any, plans: Iterable[LayerPlan]) -> dict[str, str]:
+    """Return why the dialect compressed-tensors cannot store weights, quantized or dense."""
+    plans = list(plans)
+    reasons = find_unstorable(model, plans)
+    if reasons or not plans or not isinstance(model, PreTrainedModel):
+        return reasons
+    # Random weights would take the place of stacks that are not quantized.
+    replaced = Architecture(model, ()).list_replaced_modules()
+    return dict.fromkeys(replaced, "transformers loads experts one by one if a model is quantized")
+
+
+def explain_stock_failure(
     model: Any, stored: Iterable[TensorSource], config: QuantizationConfig | None
 ) -> list[str]:
     """Return a note if transformers cannot load a model quantized with compressed-tensors."""
-    parts = {
-        name: {suffix: Spec.of(x) for suffix, x in state.tensors().items()}
+    states = {
+        name: state
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and (state := get_quantization(module)) is not None
+    }
+    parts = {
+        name: {suffix: Spec.of(x) for suffix, x in state.tensors().items()}
+        for name, state in states.items()
     }
     try:
         data = model.config.to_dict() | {"architectures": [type(model).__name__]}
         architecture = Architecture.build(data)
     except ConfigError as error:
         return [f"whether transformers can load the result is not known: {error}"]
-    broken = architecture.find_unloadable(parts) | architecture.find_failing_splits(parts)
+    broken = {
+        name: PACKED_ZERO_POINTS
+        for name, state in states.items()
+        if has_packed_zero_points(state.plan.weight_args, state.plan.format)
+    }
+    broken |= architecture.find_unloadable(parts) | architecture.find_failing_splits(parts)
     names = {source.name for source in stored}
     layers = find_stored_layers(names)
     dense = [name for name in names if not is_quantization_part(name, layers)]
