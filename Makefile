@@ -16,6 +16,7 @@ test: $(VENV)/developing lint
 
 # Sweeps, long fuzzing and kills: the tests marked `long`, which `make test` leaves out.
 test-long: $(VENV)/developing
+	$(BIN)/pip install --quiet ray
 	$(BIN)/pytest -m long -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The suite without slow tests on another Python, in .venv-VERSION. torch may be the CUDA build of 5 GB there.

@@ -21,6 +21,7 @@ from slimtensors.checkpoint import load_checkpoint
 from slimtensors.checkpoint.run import verify_run
 from slimtensors.codecs import names
 from slimtensors.folder import decompress_folder, restore_folder
+from slimtensors.sync import Pool
 
 GOLDEN = Path(__file__).parent
 SLIM = GOLDEN / "slim"
@@ -192,3 +193,13 @@ def list_tree_keys(node):
         yield from node
         for part in node.values():
             yield from list_tree_keys(part)
+
+
+@find_golden("pools")
+def test_pools_give_back_the_files_of_their_members(path, tmp_path):
+    pool = Pool(path)
+    for name, sums in expected(path).items():
+        pool.get(name, tmp_path / name)
+        files = sorted((tmp_path / name).iterdir())
+        assert {file.name: sha256(file.read_bytes()) for file in files} == sums
+    assert pool.member("tuned").bases, "a tensor is stored as a difference"

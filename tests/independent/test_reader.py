@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 
 import pytest
-from independent.reader import checkpoints, deltas, distributed, quantized
+from independent.reader import checkpoints, deltas, distributed, pools, quantized
 from independent.reader.container import open_archive, restore_config, restore_originals
 from independent.reader.crc32c import crc32c
 from independent.reader.states import Ordered, Value
@@ -171,6 +171,13 @@ def test_original_files():
     for name, files in found.items():
         sums = {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()}
         assert sums == want[name]
+
+
+@find_golden("pools")
+def test_pools(path):
+    for name, sums in expected(path).items():
+        files = pools.restore(path, name)
+        assert {file: hashlib.sha256(raw).hexdigest() for file, raw in files.items()} == sums
 
 
 @find_golden("checkpoints")

@@ -24,7 +24,7 @@ LAYERS = [
     *["_core", "_moved", "errors", "tensor", "parallel"],
     *["codecs", "storage", "archive"],
     *["quantization", "runtime"],
-    *["folder", "layerwise", "recipe", "checkpoint"],
+    *["folder", "layerwise", "recipe", "checkpoint", "sync"],
     *["compat", "integrations", "transformers"],
     *["report", "cli"],
 ]
@@ -102,6 +102,7 @@ PUBLIC = [
     *(f"slimtensors.{name}" for name in ("layerwise", "folder", "compat", "archive")),
     *(f"slimtensors.{name}" for name in ("transformers", "transformers.compression")),
     *(f"slimtensors.{name}" for name in ("checkpoint.distributed", "recipe", "report")),
+    "slimtensors.sync",
 ]
 """The packages from which users import."""
 

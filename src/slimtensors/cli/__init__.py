@@ -29,6 +29,7 @@ VERBS = {
     "repair": "remove leftovers of interrupted saves from a run",
     "diff": "store a model as its exact difference from a base",
     "restore": "write the whole model from a delta and its base",
+    "pool": "keep many models in one folder, with equal tensors stored once",
     "bench": "compare our presets with other compressors on your tensors",
     "codecs": "list the available codecs",
     "demo": "store a model in every way and show what each costs",
