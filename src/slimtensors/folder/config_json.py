@@ -24,8 +24,9 @@ from slimtensors.tensor import Json, dtype_name, find_dtype
 
 CONFIG = "config.json"
 QUANTIZATION_REPORT = "quantization_report.json"
-FIT_REPORT = "fit_report.json"
 """File of a quantized folder that lists the linear layers that stay dense."""
+FIT_REPORT = "fit_report.json"
+"""File of a folder that was fitted to a budget: sizes and divergence of its tensors."""
 VERSION = 1
 """Version of our section for model folders."""
 CHECKPOINT_VERSION = 2
@@ -39,7 +40,8 @@ FORMER_METHODS = ("sparseml", "compressed_tensors")
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _SPARSITY_KEY = "sparsity_config"
-_SECTIONS = (*_QUANTIZATION_KEYS, _SPARSITY_KEY)
+SECTIONS = (*_QUANTIZATION_KEYS, _SPARSITY_KEY)
+"""Keys of all sections about weights."""
 _ORIGINAL = "original"
 """Key of our section: the text of `config.json` before compression, compressed."""
 HOW_TO_LOAD = (
@@ -193,7 +195,7 @@ def read_sparsity_section(config: Json) -> Json:
 
 def remove_sections(config: Json) -> Json:
     """Return `config` without any section that describes weights."""
-    kept = {key: value for key, value in config.items() if key not in _SECTIONS}
+    kept = {key: value for key, value in config.items() if key not in SECTIONS}
     if stops_other_loaders(config.get(_STOP_KEY)):
         del kept[_STOP_KEY]
     return kept
@@ -221,14 +223,14 @@ def set_section(config: Json, section: Json) -> Json:
 
 def copy_sections(config: Json, source: Json) -> Json:
     """Return `config` with the sections of `source`, and with its order of keys."""
-    copied = (*_SECTIONS, _STOP_KEY) if stops_other_loaders(source.get(_STOP_KEY)) else _SECTIONS
+    copied = (*SECTIONS, _STOP_KEY) if stops_other_loaders(source.get(_STOP_KEY)) else SECTIONS
     merged = config | {key: source[key] for key in copied if key in source}
     return {key: merged[key] for key in (*source, *merged) if key in merged}
 
 
 def add_section(config: Json, section: Json) -> Json:
     """Return `config` with `section` as `quantization_config`, which keeps the previous ones."""
-    before = {key: config[key] for key in _SECTIONS if key in config}
+    before = {key: config[key] for key in SECTIONS if key in config}
     if before:
         section = {**section, "before": before}  # for `remove_compression`
     return set_section(config, section)
@@ -288,30 +290,24 @@ def describe_compression(
 
 def describe_codes(config: Json, summary: Summary, dtype: torch.dtype) -> Json:
     """Return `config` with a section for quantized weights in the dialect `slim`."""
-    items = sum(tensor.items for tensor in summary.tensors)
-    section = {
-        "quant_method": METHOD,
-        "version": VERSION,
-        "preset": "lossless",
-        "dtype": dtype_name(dtype),
-        "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
-        "how_to_load": HOW_TO_LOAD,
-    }
-    return replace_sections(config, section)
+    return replace_sections(config, _describe_blobs(summary, dtype_name(dtype)))
 
 
 def describe_coded(config: Json, summary: Summary) -> Json:
     """Return the `config` of a quantized folder with a section for entropy-coded tensors."""
+    return add_section(config, _describe_blobs(summary, _main_dtype(summary)))
+
+
+def _describe_blobs(summary: Summary, dtype: str) -> Json:
     items = sum(tensor.items for tensor in summary.tensors)
-    section = {
+    return {
         "quant_method": METHOD,
         "version": VERSION,
         "preset": "lossless",
-        "dtype": _main_dtype(summary),
+        "dtype": dtype,
         "bits_per_weight": round(8 * summary.stored_bytes / max(items, 1), 3),
         "how_to_load": HOW_TO_LOAD,
     }
-    return add_section(config, section)
 
 
 def describe_checkpoint(config: Json) -> Json:

@@ -79,7 +79,7 @@ def calibrate_folder(
         calibration: amount of data, and how it is made from texts.
         dtype: dtype to run the model in; the result has the dtype of the source.
         dialect: `compressed-tensors` or `slim`.
-        coded: whether to entropy-code the tensors of `compressed-tensors`, as `quantize_folder`.
+        coded: whether to entropy-code the tensors of `compressed-tensors`, as in `quantize_folder`.
         how: shard size, threads and other options, as for `quantize_folder`.
 
     Example:
