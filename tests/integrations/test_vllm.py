@@ -6,6 +6,7 @@ import re
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,9 @@ def check_rows(loaded, expected):
         assert same_bits(found.narrow(0, half, half), x[half:])
         assert same_bits(found[1:2], x[1:2])
         assert same_bits(found[2], x[2])
+        assert same_bits(found[half:], x[half:])
+        assert same_bits(torch.ops.aten.slice(found, 0, half), x[half:])
+        assert same_bits(found[::2], x[::2])
         assert same_bits(found.narrow(1, columns, columns), x[:, columns:])
         assert same_bits(found.t() if x.dim() == 2 else found.mT, x.mT)
         assert same_bits(torch.empty_like(x).copy_(found), x)
@@ -218,6 +222,17 @@ def test_a_damaged_part_or_plain_tensor_is_reported_with_its_file(tmp_path, weig
         with pytest.raises(CorruptFileError, match=f"{file.name}: {name}: .*damaged"):
             decode(tmp_path / "parts", sparse=True)
         file.write_bytes(raw)
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_damaged_plain_tensor_before_all_blobs_is_reported(tmp_path, partial):
+    save({"a": torch.ones(16), "b": torch.zeros(64, 64)}, tmp_path / "small", max_shard_size=None)
+    (file,) = (tmp_path / "small").glob("*.safetensors")
+    assert [name for name, x in stream(tmp_path / "small") if x.dtype is torch.float32] == ["a"]
+    damage(file, find_entry(file, "a")[0])
+    with pytest.raises(CorruptFileError, match=f"{file.name}: a: .*damaged"):
+        decode(tmp_path / "small", partial=partial)
 
 
 @pytest.mark.hostile
@@ -306,8 +321,9 @@ def test_a_section_of_sparse_parts_is_recognized(tmp_path, config, weights):
     section = config(tmp_path / "parts")
     assert section["quant_method"] == "compressed-tensors"
     assert restore_section(section) == {}
-    assert vllm.has_sparse_parts({"quantization_config": section})
-    assert not vllm.has_sparse_parts({"quantization_config": {"quant_method": "gptq"}})
+    assert vllm.has_sparse_parts(SimpleNamespace(quantization_config=section))
+    assert not vllm.has_sparse_parts(SimpleNamespace(quantization_config={"quant_method": "gptq"}))
+    assert not vllm.has_sparse_parts(SimpleNamespace(quantization_config=None))
 
 
 def test_a_delta_is_refused_with_the_name_of_its_base(tmp_path, config, weights):

@@ -11,6 +11,7 @@ from functools import cache
 from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
     METHOD,
+    SECTIONS,
     read_method,
     read_quantization_section,
     read_sparsity_section,
@@ -83,6 +84,7 @@ def restore_section(section: Json) -> Json | None:
     return restored and {**restored, "quant_method": read_method(restored)}
 
 
-def has_sparse_parts(config: Json) -> bool:
+def has_sparse_parts(hf_config: object) -> bool:
     """Return True if weights may be stored in the parts of the dialect `compressed-tensors`."""
+    config = {key: getattr(hf_config, key, None) for key in SECTIONS}
     return "bitmask" in str(read_sparsity_section(config).get("format"))

@@ -54,7 +54,7 @@ class SlimLoader(DefaultModelLoader):
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights of a model, decoded."""
         folder = Folder(model_config.model, lambda: self._find_path(model_config))
-        sparse = has_sparse_parts(model_config.hf_config.to_dict())
+        sparse = has_sparse_parts(model_config.hf_config)
         weights = super().get_all_weights(model_config, model)
         yield from decode_weights(weights, folder, sparse=sparse, partial=count_ranks() > 1)
 

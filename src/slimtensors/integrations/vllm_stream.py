@@ -69,15 +69,18 @@ def decode_weights(
     """
     stored = (StoredTensor(name, {"": x}) for name, x in folder.explain_errors(weights))
     stream = join_parts(stored) if sparse else stored
+    passed = []
     for first in stream:
         if first.is_compressed or folder.is_damaged(first):
             break
+        passed.append(first.name)
         yield first.name, first.parts[""]  # at once: files of others are read as without us
     else:
         return
     folder.open()
     pages, buffers = MappedPages(), BufferPool()
     with Workers(_count_threads()) as workers:
+        folder.check_plain(passed, workers.each)
         if partial:
             yield from _defer(chain([first], stream), folder, pages, workers)
             return
@@ -173,7 +176,7 @@ def _find_rows(func: object, x: Tensor, *args: Any) -> tuple[int, int] | None:
     if func is _NARROW:
         return args[1], args[1] + args[2]
     if func is _SLICE:
-        begin, end, step = slice(*args[1:]).indices(x.shape[0])
+        begin, end, step = slice(*[*args[1:], None, None][:3]).indices(x.shape[0])
         return (begin, end) if step == 1 and begin < end else None
     return None
 
@@ -342,8 +345,17 @@ class Folder:
         elif isinstance(member, SparseMember):
             stored = member.parts
         for suffix, x in item.parts.items():
-            if suffix in stored:
+            if suffix in stored and stored[suffix].checksum is not None:
                 stored[suffix].check(checksum(as_bytes(x.cpu()), each))
+
+    def check_plain(self, names: Iterable[str], each: Each) -> None:
+        """Raise if one of these plain tensors, yielded before the folder was opened, is damaged."""
+        for name in names:
+            member = self.archive.member(name) if self.archive and name in self.archive else None
+            if isinstance(member, PlainMember):
+                with self.name_errors(name):
+                    member.stored.read(each)
+                member.file.release(member.stored.entry)
 
     def load_copies(self, each: Each) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that are stored only as equal to another one."""
