@@ -65,12 +65,15 @@ def in_fork(function, folder, *arguments, **options):
     return outcome["value"]
 
 
-def load(folder, model, *, answers=True, plugins=None, broken=None, **options):
+def load(folder, model, *, answers=True, plugins=None, broken=None, start=None, **options):
     """Load a model; return what every rank loaded and, unless told not to, what it answers.
 
     Without answers the engine stops as soon as the weights are loaded. `plugins` are those
     that vLLM loads (default: all), `broken` is a name of vLLM to remove, or a function that raises.
+    `start` is how vLLM starts processes: `fork` or `spawn`; the engine then has one, too.
     """
+    if start is not None:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": start}
     if plugins is not None:
         os.environ["VLLM_PLUGINS"] = plugins
     from vllm import LLM, SamplingParams
@@ -103,6 +106,17 @@ def load(folder, model, *, answers=True, plugins=None, broken=None, **options):
         "tokens": [list(answer.token_ids) for answer in found],
         "logprobs": [answer.cumulative_logprob for answer in found],
     }
+
+
+def choose_method(folder, model, *, plugins=None, **options):
+    """Return how vLLM would quantize the model of a folder, or read a quantized one."""
+    if plugins is not None:
+        os.environ["VLLM_PLUGINS"] = plugins
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(model), **options).create_model_config()
+    section = getattr(config.hf_config, "quantization_config", None)
+    return {"method": config.quantization, "section": section}
 
 
 def break_vllm(name):

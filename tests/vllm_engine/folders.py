@@ -1,5 +1,8 @@
 """Model folders for the tests with vLLM."""
 
+import json
+import shutil
+
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,6 +38,11 @@ CONFIGS = {
     "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=1),
 }
 SCHEMES = ("W4A16", "W8A8", "FP8_DYNAMIC")
+SECTIONS = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+"""Sections of other quantizers, for which vLLM chooses a method of another name."""
 
 
 def make_folders(log, root):
@@ -63,6 +71,9 @@ def make_folders(log, root):
         quantize_folder(root / "llama", quantized, config)
         compress_folder(quantized, root / f"llama-{scheme}-lossless")
         quantize_folder(root / "llama", root / f"llama-{scheme}-for-vllm", config, coded=True)
+    for name, section in SECTIONS.items():
+        add_section(root / "llama", root / f"llama-{name}", section)
+        compress_folder(root / f"llama-{name}", root / f"llama-{name}-lossless")
     (root / "moved").mkdir()
     moved = make_model(CONFIGS["llama"])
     with torch.no_grad():
@@ -70,6 +81,13 @@ def make_folders(log, root):
     moved.save_pretrained(root / "moved")
     diff_folder(root / "moved", root / "llama", root / "delta")
     return sorted(path.name for path in root.iterdir() if (path / "config.json").exists())
+
+
+def add_section(source, target, section):
+    """Copy a folder, with a section about weights that its weights do not match."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
 
 
 def make_tokenizer():

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_engine.engine import PROMPTS, EngineError
+from vllm_engine.engine import PROMPTS, EngineError, choose_method, in_fork
 
 import slimtensors
 
@@ -83,6 +83,30 @@ def test_an_entropy_coded_quantized_folder_runs_on_the_kernels_of_vllm(loaded, s
     assert small.get("logprobs") == stock.get("logprobs")
 
 
+@pytest.mark.oldest
+@pytest.mark.parametrize("name", ["gptq", "modelopt"])
+def test_a_folder_of_another_quantizer_gets_the_method_that_vllm_chooses(models, tmp_path, name):
+    def choose(folder, **options):
+        return in_fork(choose_method, tmp_path, models[folder], **options)
+
+    stock = choose(f"llama-{name}", plugins="none")
+    assert stock["method"] != stock["section"]["quant_method"] == name
+    assert choose(f"llama-{name}-lossless") == stock
+
+
+@pytest.mark.oldest
+def test_a_dense_folder_can_be_quantized_by_vllm_after_compression(models, tmp_path):
+    def choose(folder, **options):
+        return in_fork(choose_method, tmp_path, models[folder], quantization="fp8", **options)
+
+    assert choose("llama-lossless") == choose("llama", plugins="none")
+
+
+def test_another_method_than_that_of_a_quantized_folder_is_refused(models, tmp_path):
+    with pytest.raises(EngineError, match="does not match the quantization method"):
+        in_fork(choose_method, tmp_path, models["llama-W8A8-lossless"], quantization="fp8")
+
+
 @pytest.mark.parametrize(
     ("dense", "small"),
     [
@@ -99,6 +123,14 @@ def test_tensor_parallel_workers_load_their_part(loaded, dense, small):
     assert ours["ranks"] == stock["ranks"]
     assert ours["tokens"] == stock["tokens"]
     assert ours["logprobs"] == stock["logprobs"]
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_are_started_in_both_ways(loaded, start):
+    stock = loaded("llama", plugins="none", tensor_parallel_size=2)
+    ours = loaded("llama-lossless", tensor_parallel_size=2, start=start)
+    assert [rank["hash"] for rank in ours["ranks"]] == [rank["hash"] for rank in stock["ranks"]]
+    assert ours["tokens"] == stock["tokens"]
 
 
 def test_a_model_in_the_cache_of_the_hub_is_loaded(loaded, models, hub):

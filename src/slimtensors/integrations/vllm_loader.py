@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import (
     QUANTIZATION_METHODS,
+    get_quantization_config,
     register_quantization_config,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -22,6 +23,7 @@ from vllm.model_executor.model_loader import DefaultModelLoader, register_model_
 from slimtensors.folder.config_json import METHOD
 from slimtensors.integrations.vllm import has_sparse_parts, restore_section
 from slimtensors.integrations.vllm_stream import Folder, count_ranks, decode_weights
+from slimtensors.tensor import Json
 
 FORMATS = ("auto", "hf", "safetensors")
 """Values of `--load-format` for which vLLM reads safetensors files with its default loader."""
@@ -77,6 +79,18 @@ class SlimLoader(DefaultModelLoader):
         return Path(found)
 
 
+def _find_method(section: Json, user_quant: str | None, hf_config: Any) -> str | None:
+    """Return the method that vLLM chooses for a section; None if the user asked for another."""
+    for name in QUANTIZATION_METHODS:
+        if name == METHOD:
+            continue
+        override = get_quantization_config(name).override_quantization_method
+        if (found := override(section, user_quant, hf_config=hf_config)) is not None:
+            return str(found)
+    method = str(section["quant_method"])
+    return method if user_quant in (None, METHOD, method) else None
+
+
 class SlimMethod(QuantizationConfig):
     """Use ordinary layers, or those from before compression: only the folder is compressed."""
 
@@ -104,18 +118,23 @@ class SlimMethod(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Replace our section by the one from before compression; return its `quant_method`."""
+        """Replace our section by the one from before compression; return the method for that."""
         before = restore_section(hf_quant_cfg)
         if before is None:
             return None
-        if not before:
+        if not before and user_quant in (None, METHOD):
             return METHOD
         hf_quant_cfg.clear()
         hf_quant_cfg.update(before)
         for config in (hf_config, getattr(hf_config, "text_config", None)):  # a copy, or equal
-            if config is not None and getattr(config, "quantization_config", None) is not None:
+            if getattr(config, "quantization_config", None) is None:
+                continue
+            if before:
                 config.quantization_config = dict(before)
-        return str(before["quant_method"])
+            else:
+                del config.quantization_config
+        # What was dense may be quantized while it is loaded, as by `--quantization fp8`.
+        return _find_method(before, user_quant, hf_config) if before else user_quant
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "SlimMethod":
