@@ -12,6 +12,7 @@ Every deliberate error derives from `SlimError` and from the closest builtin::
     ├── ConfigError                  invalid option or unknown name
     │   └── SingularError            the calibration data is rank-deficient
     ├── MismatchError                wrong base for a delta, state dict does not fit the model
+    │   └── MissingBaseError         the pretrained model of a checkpoint was not found, or changed
     ├── StatusError                  steps called in the wrong order
     ├── InUseError                   another process is writing to the same folder
     ├── RankError                    another rank failed, or this one was stopped
@@ -65,6 +66,10 @@ class SingularError(ConfigError):
 
 class MismatchError(SlimError, ValueError):
     """Two inputs do not match: wrong base for a delta, or a state dict of another model."""
+
+
+class MissingBaseError(MismatchError):
+    """The pretrained model that a checkpoint needs was not found, or is another one."""
 
 
 class StatusError(SlimError, RuntimeError):

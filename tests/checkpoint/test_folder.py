@@ -71,7 +71,7 @@ def test_a_missing_or_damaged_manifest_raises(tmp_path, state):
     path.write_text(json.dumps({**manifest, "version": 99}))
     with pytest.raises(
         UnsupportedVersionError,
-        match="version 99 is newer than the supported version 2; upgrade slimtensors",
+        match="version 99 is newer than the supported version 3; upgrade slimtensors",
     ):
         load_checkpoint(tmp_path / "here")
     for wrong in (

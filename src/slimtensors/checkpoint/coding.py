@@ -11,6 +11,7 @@ from torch import Tensor
 from slimtensors.archive.copies import find_copies
 from slimtensors.archive.delta import estimate_bytes, tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_tensors
+from slimtensors.checkpoint.pretrained import Names, PretrainedModel
 from slimtensors.checkpoint.profiles import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo
 from slimtensors.checkpoint.tensor_entry import (
     GROUPED,
@@ -62,6 +63,30 @@ class BaseTensors(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """The tensors of a pretrained model that belong to those of a state."""
+
+    model: PretrainedModel
+    names: Mapping[str, Names]
+    """Tensor of the state -> tensors of the model."""
+    weights: Collection[str]
+    """Tensors of the state that are parameters and buffers of models."""
+    by_digest: Mapping[str, str]
+    """Digest -> tensor of the model with these bits, for tensors that have other names there."""
+    unmatched: dict[str, None] = field(default_factory=dict)
+    """Weights that the model lacks; filled as tensors are written."""
+
+    def find(self, name: str, digest: str) -> Names | None:
+        """Return the tensors of the model that are a tensor of the state, changed or not."""
+        if name in self.names:
+            return self.names[name]
+        same = self.by_digest.get(digest)
+        if same is None:
+            self.unmatched[name] = None
+        return None if same is None else (same,)
+
+
 Decay = Callable[[StateTensorInfo], float]
 """Returns the factor by which a second moment has decayed since the base was saved."""
 
@@ -89,6 +114,8 @@ class StateEncoder:
     """Tensors that are stored even if they equal another one, or the base."""
     homes: dict[str, str] = field(default_factory=dict)
     """Name -> name under which the tensor is stored; filled by `build_source`."""
+    pretrained: "PretrainedWeights | None" = None
+    """The tensors of the pretrained model, if there is one."""
 
     def build_source(self, tree: Json | None) -> ArchiveSource:
         """Return the archive to write; tensors are encoded when they are read."""
@@ -125,15 +152,35 @@ class StateEncoder:
 
     def _encode(self, name: str, each: Each) -> tuple[TensorEntry, Tensor | None]:
         x, info = to_cpu(self.tensors[name]).contiguous(), self.infos[name]
-        y = self._load_base(name, Spec.of(x), each)
+        spec = Spec.of(x)
+        names, digest, pretrained = None, "", self.pretrained
+        if pretrained is not None and name in pretrained.weights:
+            digest = tensor_digest(x)
+            names = pretrained.find(name, digest)
+        if pretrained and names and pretrained.model.digest(names, spec, each) == digest:
+            entry = TensorEntry(SAME, spec, base=digest, pretrained=names)
+            return entry, torch.empty(0, dtype=torch.uint8) if name in self.separate else None
+        y = self._load_base(name, spec, each)
+        if pretrained and names and y is None:
+            y = pretrained.model.load(names, spec, each)
+            changed, stored = self._encode_changed(info, x, y, each)
+            return replace(changed, pretrained=names) if changed.base else changed, stored
         is_same = y is not None and bitwise_equal(x, y)
         if y is not None and is_same and name not in self.separate:
-            return TensorEntry(SAME, Spec.of(x), base=tensor_digest(y)), None
-        if is_same or not self._can_round(info, x):
+            return TensorEntry(SAME, spec, base=tensor_digest(y)), None
+        if is_same:
+            return self._encode_exact(info, x, y, each)
+        return self._encode_changed(info, x, y, each)
+
+    def _encode_changed(
+        self, info: StateTensorInfo, x: Tensor, y: Tensor | None, each: Each
+    ) -> tuple[TensorEntry, Tensor]:
+        """Encode a tensor that is not equal to the one in the base, if there is any."""
+        if not self._can_round(info, x):
             return self._encode_exact(info, x, y, each)
         entry, stored, other = self._encode_rounded(info, x, y, each)
         if error := relative_distance(decode_entry(entry, stored, other, each), x):
-            self.errors[name] = error
+            self.errors[info.name] = error
         return entry, stored
 
     def _is_lossy(self, info: StateTensorInfo) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from slimtensors.archive import inspect
 from slimtensors.checkpoint.loop_folder import LoopFolder, is_ours
 from slimtensors.checkpoint.manifest import check_metrics, is_checkpoint, read_count, read_metrics
+from slimtensors.checkpoint.pretrained import Pretrained, open_pretrained
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     DAMAGED,
@@ -37,8 +38,14 @@ from slimtensors.checkpoint.state import (
     is_stateful,
     restore_checkpoint,
 )
-from slimtensors.checkpoint.store import STATE, FlatState, Saved, SaveOptions, load_checkpoint
-from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.checkpoint.store import STATE, FlatState, Saved, SaveOptions, StoredState
+from slimtensors.errors import (
+    ConfigError,
+    FormatError,
+    MismatchError,
+    MissingBaseError,
+    shorten_list,
+)
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import lock_folder
 
@@ -66,6 +73,7 @@ def checkpointing(
     keep_history: bool = False,
     base: str | None = "auto",
     keyframe_every: int = 8,
+    pretrained: StrPath | None = None,
     profile: str | Profile = "exact",
     async_: bool = True,
     resume: bool = True,
@@ -81,6 +89,9 @@ def checkpointing(
     Checkpoints are stored as differences from the last keyframe; one save in `keyframe_every` is
     a keyframe. With `base="chain"` the previous checkpoint is the base, with `base=None` every
     checkpoint is a keyframe. `profile` selects what may be rounded, by default nothing.
+    `pretrained` is the folder or file from which the model was loaded: weights that are still
+    equal to it take no space, others are stored as differences. It must stay as it is. A resumed
+    run uses the one of its checkpoints by default.
     Checkpoints that no `keep_…` option selects are removed, or with `keep_history` reduced to
     their weights in bf16.
 
@@ -104,20 +115,21 @@ def checkpointing(
     found = find_profile(profile)
     if found.is_model_only:
         raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")
+    objects = TrainingObjects(
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        dataloader,
+        extra,
+        models=models or {},
+        optimizers=optimizers or {},
+        schedulers=schedulers or {},
+        scalers=scalers or {},
+    )
     return Checkpointing(
         local_path(run),
-        TrainingObjects(
-            model,
-            optimizer,
-            scheduler,
-            scaler,
-            dataloader,
-            extra,
-            models=models or {},
-            optimizers=optimizers or {},
-            schedulers=schedulers or {},
-            scalers=scalers or {},
-        ),
+        objects,
         CheckpointOptions(
             every=every,
             retention=Retention(keep_last, keep_every, keep_best, best_is),
@@ -129,6 +141,7 @@ def checkpointing(
             resume=resume,
             on_commit=on_commit,
             threads=threads,
+            pretrained=objects.open_pretrained(pretrained),
         ),
     )
 
@@ -193,6 +206,12 @@ class TrainingObjects:
             extra=self._stateful(),
         )
 
+    def open_pretrained(self, path: StrPath | None) -> Pretrained | None:
+        """Return the pretrained model of the models; raise if it has other weights."""
+        single = {} if self.model is None else {"": self.model}
+        named = {f"{name}.": model for name, model in self.models.items()}
+        return open_pretrained(path, single | named)
+
     def _stateful(self) -> Mapping[str, Stateful]:
         """Return the objects of `extra` that are restored."""
         return self.extra if isinstance(self.extra, Mapping) else {}
@@ -233,6 +252,7 @@ class CheckpointOptions:
     """Whether files that are already in the folder of a checkpoint become part of it."""
     stores_all_weights: bool = False
     """See `SaveOptions`."""
+    pretrained: Pretrained | None = None
 
 
 class Checkpointing:
@@ -256,7 +276,10 @@ class Checkpointing:
         self._objects, self._options = objects, options
         self._is_restored = start is not None
         self._done = self.start
-        self._folder = LoopFolder(run, options.name, threads=options.threads)
+        self._pretrained = options.pretrained
+        self._folder = LoopFolder(
+            run, options.name, threads=options.threads, pretrained=options.pretrained
+        )
         self._newest: Saved | None = None
         """The checkpoint of the last saved or resumed step."""
         self._has_saved = False
@@ -377,11 +400,12 @@ class Checkpointing:
             files=files,
             threads=options.threads,
             stores_all_weights=options.stores_all_weights,
+            pretrained=self._pretrained,
         )
         if old is not None:
-            base = old.manifest.base
+            path, base = old.path, old.manifest.base
             save = replace(save, base=self.run / base.name if base else None, merge=True)
-            saved = save_with_base(state, old.path, save)
+            saved = save_with_base(state, path, save)
         else:
             path = self._folder.choose_path(step, merge=options.merges_folders)
             point = self._folder.choose_base(options.base, options.keyframe_every)
@@ -389,6 +413,9 @@ class Checkpointing:
             save = replace(save, base=point.path if point else None, merge=merge)
             saved = save_with_base(state, path, save)
             self._folder.count_save(saved)
+        if saved.unmatched and not self._has_saved and self._pretrained is not None:
+            names = shorten_list(saved.unmatched)
+            _log.info("%s: not in %s, stored without it: %s", path, self._pretrained.path, names)
         self._newest, self._has_saved = saved, True
         _log.info("%s", saved)
         self._folder.apply_retention(retention, keep_history=options.keep_history)
@@ -418,17 +445,33 @@ class Checkpointing:
             )
         for point in reversed(points):
             try:
-                state = load_checkpoint(point.path, threads=self._options.threads)
+                stored = StoredState(point.path, pretrained=self._pretrained_path)
+                state = stored.load_state(threads=self._options.threads)
+            except MissingBaseError:
+                raise  # older checkpoints need it too
             except (FormatError, MismatchError) as error:
                 _log.warning("%s: cannot resume, trying an older checkpoint: %s", point.path, error)
                 self._folder.integrity.record(point, str(error))
                 continue
             self._folder.integrity.record(point)
+            self._adopt_pretrained(stored)
             self._objects.restore(state)
             self.resumed = state
             self._continue_from(point, points)
             return
         self._check_unreadable(len(points))
+
+    @property
+    def _pretrained_path(self) -> StrPath | None:
+        return self._pretrained.path if self._pretrained is not None else None
+
+    def _adopt_pretrained(self, stored: StoredState) -> None:
+        """Continue with the pretrained model of the checkpoint from which the loop resumes."""
+        found = stored.find_pretrained() if self._pretrained is None else None
+        if found is not None:
+            _log.info("%s: continuing with the pretrained model in %s", self.run, found.path)
+            self._pretrained = self._objects.open_pretrained(found.path)
+            self._folder.use_pretrained(self._pretrained)
 
     def _continue_from(self, point: Point, points: Sequence[Point]) -> None:
         self.start = self._done = point.manifest.step or 0

@@ -15,6 +15,7 @@ from slimtensors.archive import Archive
 from slimtensors.archive.dialects.entries import KEY
 from slimtensors.checkpoint.documents import read_document
 from slimtensors.checkpoint.manifest import FORMAT, MANIFEST, read_manifest
+from slimtensors.checkpoint.pretrained import Pretrained
 from slimtensors.checkpoint.run import (
     DAMAGED,
     HISTORY,
@@ -33,7 +34,7 @@ from slimtensors.checkpoint.run import (
 from slimtensors.checkpoint.store import STATE, Saved, StoredState
 from slimtensors.errors import FormatError, MismatchError, UnsupportedVersionError, describe_error
 from slimtensors.parallel import Workers
-from slimtensors.storage import LocalLocation, open_file
+from slimtensors.storage import LocalLocation, StrPath, open_file
 from slimtensors.storage.atomic import remove_folder, sync_folder, sync_tree
 from slimtensors.storage.files import link_or_copy
 
@@ -46,8 +47,12 @@ EARLIER = "earlier-run-"
 class RunIntegrity:
     """Results of reading the checkpoints of a locked run, each of them once per process."""
 
-    def __init__(self, run: Path, *, threads: int | None = None) -> None:
+    def __init__(
+        self, run: Path, *, threads: int | None = None, pretrained: StrPath | None = None
+    ) -> None:
         self._run, self._threads = run, threads
+        self.pretrained = pretrained
+        """Path of the pretrained model of its checkpoints; by default it is searched."""
         self._problems: dict[tuple[str, str], str] = {}
         """Folder name and id -> why the checkpoint is unusable, empty if it is intact."""
 
@@ -92,7 +97,8 @@ class RunIntegrity:
             return ""
 
     def _verify(self, point: Point) -> str:
-        StoredState(point.path)  # checks ids, bases and entries
+        stored = StoredState(point.path, pretrained=self.pretrained)  # checks ids and bases
+        stored.find_pretrained()
         with Archive(point.path / STATE) as archive, Workers(self._threads) as workers:
 
             def check(name: str) -> None:
@@ -145,14 +151,27 @@ def set_aside(folder: Path, problem: str) -> Path:
 class LoopFolder:
     """The checkpoints of a loop in a run that it has locked. Damaged ones never count."""
 
-    def __init__(self, run: Path, name: str, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        name: str,
+        *,
+        threads: int | None = None,
+        pretrained: Pretrained | None = None,
+    ) -> None:
         self.run = run
         self.integrity = RunIntegrity(run, threads=threads)
+        self.use_pretrained(pretrained)
         self._name, self._threads = name, threads
         self._since_keyframe = 0
         """Number of saves since the last keyframe."""
         self._metrics: dict[str, dict[str, float]] = {}
         """Metrics in the states of checkpoints of format version 1, by id."""
+
+    def use_pretrained(self, pretrained: Pretrained | None) -> None:
+        """Use the pretrained model of the loop for all checkpoints."""
+        self._pretrained = pretrained
+        self.integrity.pretrained = pretrained.path if pretrained is not None else None
 
     def is_own(self, point: Point) -> bool:
         """Return True if a folder has the name that this loop gives to its step."""
@@ -284,7 +303,12 @@ class LoopFolder:
         if problem := self.integrity.find_damage(history):
             set_aside(history, problem)
         try:
-            reduce_to_history(point, list_checkpoints(self.run), threads=self._threads)
+            reduce_to_history(
+                point,
+                list_checkpoints(self.run),
+                threads=self._threads,
+                pretrained=self._pretrained,
+            )
         except (FormatError, MismatchError) as error:
             _log.warning("%s: unusable checkpoint left as it is: %s", point.path, error)
             self.integrity.record(point, str(error))

@@ -27,11 +27,13 @@ from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json
 
 MANIFEST = "checkpoint.json"
-VERSION = 2
-"""Version 1 has no checksum."""
+VERSION = 3
+"""Newest version; version 1 has no checksum, version 3 is written for a pretrained model only."""
 UNSEALED = "format version 1 has no checksum: changes of checkpoint.json are not detected"
 """Note on a checkpoint of version 1."""
 FORMAT = "slimtensors checkpoint"
+MAX_HINTS, _MAX_PATH = 4, 4096
+"""Number and length of the paths where a pretrained model is searched."""
 _CHECKSUM = "crc32c"
 _SEAL = f',\n  "{_CHECKSUM}": '
 
@@ -43,6 +45,18 @@ class CheckpointBase:
     name: str
     """Name of its folder, next to the delta."""
     id: str
+
+
+@dataclass(frozen=True)
+class PretrainedBase:
+    """The model from which the weights of a checkpoint are differences."""
+
+    name: str
+    """Name of its folder or file, for messages."""
+    id: str
+    """Hash of all its tensors, see `checkpoint.pretrained`."""
+    hints: tuple[str, ...] = ()
+    """Paths where it was, relative to the run or absolute; used only if its tensors match."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +75,27 @@ class CheckpointManifest:
     base: CheckpointBase | None = None
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative RMS error of each tensor that is not exact."""
+    pretrained: PretrainedBase | None = None
+    """A model elsewhere that is needed besides the base, or instead of one."""
     is_sealed: bool = True
     """False for format version 1, which has no checksum: changes of the file go unnoticed."""
 
     @property
     def kind(self) -> str:
-        """`full`, or `delta` if the checkpoint needs a base."""
-        return "full" if self.base is None else "delta"
+        """`full`, or `delta` if the checkpoint needs a base or a pretrained model."""
+        return "full" if self.base is None and self.pretrained is None else "delta"
+
+    @property
+    def needed(self) -> str:
+        """Names of the base and of the pretrained model, if any."""
+        return " and ".join(part.name for part in (self.base, self.pretrained) if part is not None)
 
     def to_text(self) -> str:
         """Return strict JSON with a checksum at the end."""
         base = {"name": self.base.name, "id": self.base.id} if self.base else None
         data: Json = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 2 if self.pretrained is None else 3,
             "id": self.id,
             "step": self.step,
             "epoch": self.epoch,
@@ -85,6 +106,12 @@ class CheckpointManifest:
             "base": base,
             "errors": {name: format_number(x) for name, x in self.errors.items()},
         }
+        if self.pretrained is not None:
+            data["pretrained"] = {
+                "name": self.pretrained.name,
+                "id": self.pretrained.id,
+                "hints": list(self.pretrained.hints),
+            }
         text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
         return seal(text.removesuffix("\n}"), _SEAL)
 
@@ -96,14 +123,15 @@ class CheckpointManifest:
         check_version(version, VERSION)
         if version > 1 and not is_sealed(text, _SEAL):
             raise CorruptFileError("checksum mismatch; the file is damaged")
-        return _parse_fields(fields, is_sealed=version > 1)
+        return _parse_fields(fields, version)
 
 
-def _parse_fields(fields: Fields, *, is_sealed: bool) -> CheckpointManifest:
+def _parse_fields(fields: Fields, version: int) -> CheckpointManifest:
     required = {"format", "version", "id", "step", "epoch", "profile", "bytes", "created", "base"}
     tables = {"metrics", "errors"}
-    if is_sealed:
-        fields.check_keys(required | tables | {_CHECKSUM})
+    if version > 1:
+        extra = {"pretrained"} if version > 2 else set()
+        fields.check_keys(required | tables | extra | {_CHECKSUM})
     else:
         fields.check_keys(required, tables)
     base = None
@@ -125,8 +153,24 @@ def _parse_fields(fields: Fields, *, is_sealed: bool) -> CheckpointManifest:
         metrics=metrics,
         base=base,
         errors=errors,
-        is_sealed=is_sealed,
+        pretrained=_parse_pretrained(fields.child("pretrained")) if version > 2 else None,
+        is_sealed=version > 1,
     )
+
+
+def _parse_pretrained(row: Fields) -> PretrainedBase:
+    row.check_keys(("name", "id", "hints"))
+    hints = row.items("hints")
+    if len(hints) > MAX_HINTS or not all(map(is_local_path, hints)):
+        raise CorruptFileError(row.explain("hints", f"at most {MAX_HINTS} local paths"))
+    return PretrainedBase(row.folder_name("name"), _parse_id(row), tuple(hints))
+
+
+def is_local_path(hint: object) -> bool:
+    """Return True for a path that is neither a URL nor on another machine (`//server/share`)."""
+    if not isinstance(hint, str) or not 0 < len(hint) <= _MAX_PATH or not hint.isprintable():
+        return False
+    return not (hint.startswith(("//", "\\\\", "~")) or "://" in hint)
 
 
 def _parse_id(fields: Fields) -> str:

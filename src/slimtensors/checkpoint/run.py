@@ -18,6 +18,7 @@ from slimtensors.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from slimtensors.checkpoint.pretrained import Pretrained
 from slimtensors.checkpoint.store import (
     STATE,
     FlatState,
@@ -182,7 +183,7 @@ def remove_incomplete(run: Path) -> list[str]:
 
 
 def _find_damage(point: Point, threads: int | None) -> str:
-    StoredState(point.path)  # opens its bases too
+    StoredState(point.path).find_pretrained()  # opens its bases too
     result = archive.verify(point.path / STATE, threads=threads)
     return next(iter(result.damaged.values()), "")
 
@@ -388,18 +389,27 @@ def count_since_keyframe(points: Sequence[Point]) -> int:
 
 
 def save_with_base(state: FlatState, path: Path, options: SaveOptions) -> Saved:
-    """Save a delta of `options.base`, or in full with a warning if the base cannot be read."""
+    """Save a delta of `options.base`, or in full with a warning if the base cannot be read.
+
+    The same applies to the pretrained model.
+    """
     try:
         return save_state(state, path, options)
     except (FormatError, MismatchError) as error:
-        if options.base is None:
+        if options.base is None and options.pretrained is None:
             raise
         _log.warning("%s: saved in full, because the base cannot be read: %s", path, error)
-        return save_state(state, path, replace(options, base=None))
+    if options.base is not None:
+        return save_with_base(state, path, replace(options, base=None))
+    return save_state(state, path, replace(options, pretrained=None))
 
 
 def reduce_to_history(
-    point: Point, points: Sequence[Point], *, threads: int | None = None
+    point: Point,
+    points: Sequence[Point],
+    *,
+    threads: int | None = None,
+    pretrained: Pretrained | None = None,
 ) -> Saved | None:
     """Replace a checkpoint by its weights in bf16, as a delta of an earlier one if there is any.
 
@@ -409,9 +419,12 @@ def reduce_to_history(
     path = point.path.with_name(f"{point.name}-{HISTORY}")
     saved, step = None, point.manifest.step
     if not any(other.path == path and other.manifest.step == step for other in points):
-        state = FlatState.of(StoredState(point.path).load_state(threads=threads))
+        stored = StoredState(point.path, pretrained=pretrained.path if pretrained else None)
+        state = FlatState.of(stored.load_state(threads=threads))
         base = _choose_history_base(points)
-        options = SaveOptions(base.path if base else None, profile=HISTORY, threads=threads)
+        options = SaveOptions(
+            base.path if base else None, profile=HISTORY, threads=threads, pretrained=pretrained
+        )
         saved = save_with_base(state, path, options)
     remove_folder(point.path)
     return saved

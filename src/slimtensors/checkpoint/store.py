@@ -1,8 +1,9 @@
 """Checkpoints on disk: one folder each, with `state.safetensors` and `checkpoint.json`."""
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
 from slimtensors.archive.tree import unflatten
 from slimtensors.archive.write import ArchiveSource, WriteOptions, source_from_tensors, write
-from slimtensors.checkpoint.coding import StateEncoder, make_int8_chooser, measure_decay
+from slimtensors.checkpoint.coding import (
+    PretrainedWeights,
+    StateEncoder,
+    make_int8_chooser,
+    measure_decay,
+)
 from slimtensors.checkpoint.documents import check_chain, is_plain_name
 from slimtensors.checkpoint.manifest import (
     MANIFEST,
     CheckpointBase,
     CheckpointManifest,
+    PretrainedBase,
     content_id,
     is_checkpoint,
     read_manifest,
@@ -28,27 +35,38 @@ from slimtensors.checkpoint.manifest import (
     to_integer,
     write_manifest,
 )
+from slimtensors.checkpoint.pretrained import (
+    Pretrained,
+    PretrainedModel,
+    describe_pretrained,
+    find_pretrained,
+    open_pretrained,
+)
 from slimtensors.checkpoint.profiles import (
+    BUFFERS,
     WEIGHT_MATRICES,
+    WEIGHTS,
     Filter,
     Profile,
+    StateTensorInfo,
     describe_tensors,
     find_profile,
     select_tensors,
 )
-from slimtensors.checkpoint.tensor_entry import WHOLE, TensorFile
+from slimtensors.checkpoint.tensor_entry import WHOLE, TensorEntry, TensorFile
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
     MismatchError,
+    MissingBaseError,
     UnsupportedTensorError,
     report_malformed,
 )
 from slimtensors.parallel import Each, Workers
 from slimtensors.storage import StrPath, local_path
 from slimtensors.storage.atomic import create_folder, write_file_atomically
-from slimtensors.tensor import Json, Spec
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec
 
 STATE = "state.safetensors"
 
@@ -66,6 +84,8 @@ class Saved:
     """Stored form and size of each tensor."""
     kept_exact: Mapping[str, str] = field(default_factory=dict)
     """Tensors that should have been rounded but were stored exactly, with the reason."""
+    unmatched: Sequence[str] = ()
+    """Weights that the pretrained model lacks; they are stored without it."""
 
     @property
     def errors(self) -> Mapping[str, float]:
@@ -74,7 +94,7 @@ class Saved:
 
     def __str__(self) -> str:
         manifest = self.manifest
-        base = f" from {manifest.base.name}" if manifest.base else ""
+        base = f" from {manifest.needed}" if manifest.needed else ""
         size = format_bytes(manifest.bytes)
         return f"{self.path.name}: {manifest.kind}{base}, {manifest.profile}, {size}"
 
@@ -84,6 +104,7 @@ def save_checkpoint(
     path: StrPath,
     *,
     base: StrPath | None = None,
+    pretrained: StrPath | None = None,
     profile: str | Profile = "exact",
     quantize_i8: bool = False,
     lossy: Filter | None = None,
@@ -92,10 +113,12 @@ def save_checkpoint(
     """Write a training state to a new or empty folder, bit for bit by default.
 
     With `base`, another checkpoint in the same parent folder, only differences are stored;
-    unchanged tensors take no space. `profile` selects what may be rounded (see `PROFILES`);
-    `quantize_i8` rounds weight matrices to 8-bit integers. `lossy` restricts rounding to some
-    tensors, or selects other tensors for `quantize_i8`. Tensors with NaN or infinity stay exact.
-    The result contains the error of each rounded tensor.
+    unchanged tensors take no space. `pretrained` is a model folder or file anywhere, from which
+    weights are stored as differences; it must stay as it is, and may also be passed as `base`.
+    `profile` selects what may be rounded (see `PROFILES`); `quantize_i8` rounds weight matrices to
+    8-bit integers. `lossy` restricts rounding to some tensors, or selects other tensors for
+    `quantize_i8`. Tensors with NaN or infinity stay exact. The result contains the error of each
+    rounded tensor.
 
     Example:
         >>> state = {"model": {"weight": torch.randn(64, 64)}, "step": 100}
@@ -106,39 +129,79 @@ def save_checkpoint(
         >>> saved.manifest.kind
         'delta'
     """
-    options = SaveOptions(base, profile, quantize_i8=quantize_i8, lossy=lossy, threads=threads)
+    if base is not None and pretrained is None and _is_model(base):
+        base, pretrained = None, base
+    options = SaveOptions(
+        base,
+        profile,
+        quantize_i8=quantize_i8,
+        lossy=lossy,
+        threads=threads,
+        pretrained=open_pretrained(pretrained),
+    )
     return save_state(FlatState.of(checkpoint), path, options)
 
 
+def _is_model(path: StrPath) -> bool:
+    """Return True for weights that are no checkpoint: a file, a URL, or a folder with weights."""
+    if isinstance(path, str) and "://" in path:
+        return True
+    place = Path(path)
+    return not is_checkpoint(place) and (place.is_file() or any(place.glob("*.safetensors")))
+
+
 def load_checkpoint(
-    path: StrPath, *, base: StrPath | None = None, threads: int | None = None
+    path: StrPath,
+    *,
+    base: StrPath | None = None,
+    pretrained: StrPath | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Read a training state and verify all checksums.
 
-    A delta needs its base, by default the folder of that name next to it; `base` is refused for
-    a checkpoint that needs none.
+    A delta needs its base, by default the folder of that name next to it. A pretrained model is
+    searched where it was, beside the checkpoint, and in the folders of the environment variable
+    `SLIMTENSORS_BASES`. Both arguments are refused for a checkpoint that does not need them.
 
     Example:
         >>> saved = save_checkpoint({"step": 100, "scale": torch.ones(3)}, "run/first")
         >>> load_checkpoint("run/first")
         {'step': 100, 'scale': tensor([1., 1., 1.])}
     """
+    if base is not None and pretrained is None and _is_model(base):
+        base, pretrained = None, base
     base_folder = local_path(base) if base is not None else None
-    return StoredState(local_path(path), base=base_folder).load_state(threads=threads)
+    stored = StoredState(local_path(path), base=base_folder, pretrained=pretrained)
+    if pretrained is not None and not stored.needs_pretrained:
+        raise ConfigError(f"{path} needs no pretrained model, but {pretrained} was passed")
+    return stored.load_state(threads=threads)
 
 
-def flatten(path: StrPath, target: StrPath, *, threads: int | None = None) -> Saved:
-    """Write a copy of a checkpoint that needs no base."""
-    return _flatten(local_path(path), target, SaveOptions(threads=threads))
+def flatten(
+    path: StrPath,
+    target: StrPath,
+    *,
+    pretrained: StrPath | None = None,
+    threads: int | None = None,
+) -> Saved:
+    """Write a copy of a checkpoint that needs no base and no pretrained model."""
+    stored = StoredState(local_path(path), pretrained=pretrained)
+    return _flatten(stored, target, SaveOptions(threads=threads))
 
 
-def flatten_in_place(folder: Path, *, threads: int | None = None) -> Saved:
+def flatten_in_place(
+    folder: Path, *, pretrained: Pretrained | None = None, threads: int | None = None
+) -> Saved:
     """Replace a checkpoint by a copy that needs no base; additional files in it stay.
 
-    Every weight has an entry of its own, as loaders of the folder may need.
+    Every weight has an entry of its own, as loaders of the folder may need. With `pretrained`, the
+    copy needs this model.
     """
-    options = SaveOptions(threads=threads, merge=True, stores_all_weights=True)
-    return _flatten(folder, folder, options)
+    stored = StoredState(folder, pretrained=pretrained.path if pretrained else None)
+    options = SaveOptions(
+        threads=threads, merge=True, stores_all_weights=True, pretrained=pretrained
+    )
+    return _flatten(stored, folder, options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -147,14 +210,15 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _flatten(folder: Path, target: StrPath, options: "SaveOptions") -> Saved:
-    stored = StoredState(folder)
+def _flatten(stored: "StoredState", target: StrPath, options: "SaveOptions") -> Saved:
     state = FlatState.of(stored.load_state(threads=options.threads))
-    content = _Content(
-        _source_with_copies(state, _find_separate(state, options)),
-        profile=stored.manifest.profile,
-        errors=stored.manifest.errors,
-    )
+    separate = _find_separate(state, options)
+    if options.pretrained is None:
+        content = _Content(_source_with_copies(state, separate))
+    else:
+        content = _encode(state, find_profile("exact"), target, options, separate)
+    manifest = stored.manifest
+    content = replace(content, profile=manifest.profile, errors=manifest.errors)
     return _write(state, target, content, options)
 
 
@@ -227,13 +291,16 @@ class SaveOptions:
     """Replace any folder, but keep the files in it that the new checkpoint lacks."""
     stores_all_weights: bool = False
     """Store every weight of the model under its name, also unchanged and equal ones, for loaders
-    that take the names from the file."""
+    that take the names from the file. Those of the pretrained model have no bytes."""
+    pretrained: Pretrained | None = None
+    """The model from which weights are differences."""
 
 
 def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
     """Write a flattened state to a new or empty folder, as `save_checkpoint` does."""
     profile, lossy = find_profile(options.profile), options.lossy
-    if options.quantize_i8 and (options.base is not None or not profile.is_exact):
+    has_base = options.base is not None or options.pretrained is not None
+    if options.quantize_i8 and (has_base or not profile.is_exact):
         raise ConfigError("quantize_i8 cannot be combined with a base or a profile")
     if lossy is not None and profile.is_exact and not options.quantize_i8:
         raise ConfigError("lossy selects tensors to round, but the profile is exact; pass profile=")
@@ -245,11 +312,10 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
         names = select_tensors(lossy or WEIGHT_MATRICES, infos)
         source = _source_with_copies(state, separate.union(names))
         content = _Content(source, make_int8_chooser(names), "int8", rounded=names)
-    elif options.base is None and profile.is_exact:
+    elif not has_base and profile.is_exact:
         content = _Content(_source_with_copies(state, separate))
     else:
-        base = _open_base(options.base, path) if options.base is not None else None
-        content = _encode(state, profile, lossy, base, separate)
+        content = _encode(state, profile, path, options, separate)
     return _write(state, path, content, options)
 
 
@@ -278,16 +344,24 @@ class _Content:
     kept_exact: Mapping[str, str] = field(default_factory=dict)
     rounded: Collection[str] = ()
     """Tensors that the preset should round."""
+    pretrained: PretrainedBase | None = None
+    unmatched: Collection[str] = ()
+    """Weights that the pretrained model lacks; filled as tensors are written."""
 
 
 def _encode(
     state: FlatState,
     profile: Profile,
-    lossy: Filter | None,
-    base: "StoredState | None",
+    path: StrPath,
+    options: SaveOptions,
     separate: Collection[str],
 ) -> _Content:
-    infos = describe_tensors(state.tensors, state.original)
+    infos, lossy = describe_tensors(state.tensors, state.original), options.lossy
+    pretrained = _open_pretrained(options.pretrained, infos, options.threads)
+    model_path = options.pretrained.path if options.pretrained else None
+    base = None
+    if options.base is not None:
+        base = _open_base(options.base, path, model_path)
     encoder = StateEncoder(
         state.tensors,
         infos,
@@ -298,6 +372,7 @@ def _encode(
         base=base,
         stores_copies_once=True,
         separate=separate,
+        pretrained=pretrained,
     )
     return _Content(
         encoder.build_source(state.tree),
@@ -306,6 +381,37 @@ def _encode(
         base=CheckpointBase(base.folder.name, base.manifest.id) if base else None,
         errors=encoder.errors,
         kept_exact=encoder.kept_exact,
+        pretrained=describe_pretrained(pretrained.model, local_path(path)) if pretrained else None,
+        unmatched=pretrained.unmatched if pretrained else (),
+    )
+
+
+def _open_pretrained(
+    pretrained: Pretrained | None, infos: Mapping[str, StateTensorInfo], threads: int | None
+) -> PretrainedWeights | None:
+    """Open the pretrained model and find the weights of a state in it."""
+    if pretrained is None:
+        return None
+    try:
+        model = PretrainedModel(pretrained.path)
+    except FileNotFoundError as error:
+        raise MissingBaseError(f"pretrained model not found: {error}") from error
+    weights = {
+        name: info
+        for name, info in infos.items()
+        if not info.roles.isdisjoint((WEIGHTS, BUFFERS)) and info.spec.dtype not in QUANTIZED_DTYPES
+    }
+    specs = {info.parameter: info.spec for info in weights.values()}
+    matches = pretrained.match(model, specs)
+    return PretrainedWeights(
+        model,
+        {
+            name: matches[info.parameter]
+            for name, info in weights.items()
+            if info.parameter in matches
+        },
+        weights,
+        {digest: name for name, digest in model.compute_digests(threads=threads).items()},
     )
 
 
@@ -315,6 +421,8 @@ def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOpti
         coding = WriteOptions(preset=content.preset, threads=options.threads)
         summary = write(content.source, file, coding).summary()
         measured = {t.name: t.error for t in summary.tensors if t.error is not None}
+        entries = (content.source.delta or {}).get("checkpoint", {}).values()
+        needs_pretrained = any("from" in entry for entry in entries)
         manifest = CheckpointManifest(
             id=content_id(file),
             step=_find_number(state.original, "step", "global_step"),
@@ -325,6 +433,7 @@ def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOpti
             metrics=_find_metrics(state.original),
             base=content.base,
             errors={**measured, **content.errors},
+            pretrained=content.pretrained if needs_pretrained else None,
         )
         for name, raw in options.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +441,7 @@ def _write(state: FlatState, path: StrPath, content: _Content, options: SaveOpti
         write_manifest(folder, manifest)
     exact = (t for t in summary.tensors if t.name in content.rounded and t.error is None)
     kept_exact = {**{t.name: t.note for t in exact}, **content.kept_exact}
-    return Saved(local_path(path), manifest, summary, kept_exact)
+    return Saved(local_path(path), manifest, summary, kept_exact, sorted(content.unmatched))
 
 
 def _find_number(state: Mapping[str, Any], *keys: str) -> int | None:
@@ -350,22 +459,30 @@ def _find_metrics(state: Mapping[str, Any]) -> dict[str, float]:
     return read_metrics(metrics) if isinstance(metrics, dict) else {}
 
 
-def _open_base(base: StrPath, path: StrPath) -> "StoredState":
+def _open_base(base: StrPath, path: StrPath, pretrained: StrPath | None) -> "StoredState":
     folder, target = (Path(os.path.realpath(local_path(p))) for p in (base, path))
     if folder.parent != target.parent:
         raise ConfigError(f"{base}: a base must be in the same parent folder as its deltas")
     if not is_plain_name(folder.name):
         raise ConfigError(f"{base}: the name of a base must not be hidden or contain a backslash")
-    return StoredState(folder, deltas=[target])
+    return StoredState(folder, deltas=[target], pretrained=pretrained)
 
 
 class StoredState:
     """A checkpoint on disk; tensors are decoded on demand."""
 
     def __init__(
-        self, folder: Path, *, base: Path | None = None, deltas: Sequence[Path] = ()
+        self,
+        folder: Path,
+        *,
+        base: Path | None = None,
+        deltas: Sequence[Path] = (),
+        pretrained: StrPath | None = None,
     ) -> None:
-        """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last."""
+        """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last.
+
+        `pretrained` is the model that it needs, which is searched by default, on first use.
+        """
         self.folder = folder
         self.bases: Sequence[Path] = ()
         """Folders of all direct and indirect bases, the nearest first."""
@@ -376,7 +493,10 @@ class StoredState:
             raise CorruptFileError(f"{state} not found; the checkpoint is incomplete")
         if content_id(state) != self.manifest.id:
             raise CorruptFileError(f"{state}: content differs from the id in {MANIFEST}")
-        stored_base = self._open_base(base, deltas)
+        self._pretrained_path = pretrained
+        self._pretrained: PretrainedModel | None = None
+        self._lock = threading.Lock()
+        stored_base = self._base = self._open_base(base, deltas)
         if stored_base is not None:
             self.bases = [stored_base.folder, *stored_base.bases]
 
@@ -385,7 +505,36 @@ class StoredState:
                 return None
             return stored_base.load(name, each)
 
-        self._file = TensorFile(state, load_base)
+        def load_pretrained(entry: TensorEntry, each: Each) -> Tensor:
+            return self._find_pretrained().load(entry.pretrained, entry.like, each)
+
+        self._file = TensorFile(state, load_base, load_pretrained)
+
+    @property
+    def needs_pretrained(self) -> bool:
+        """Whether the checkpoint or one of its bases needs a pretrained model."""
+        is_needed = self.manifest.pretrained is not None
+        return is_needed or (self._base is not None and self._base.needs_pretrained)
+
+    def find_pretrained(self) -> PretrainedModel | None:
+        """Return the pretrained model of the checkpoint or of its nearest base that needs one.
+
+        All needed tensors of the models are read; raise `MissingBaseError` if one is not found.
+        """
+        found = self._base.find_pretrained() if self._base is not None else None
+        return found if self.manifest.pretrained is None else self._find_pretrained()
+
+    def _find_pretrained(self) -> PretrainedModel:
+        with self._lock:  # tensors are loaded by several threads
+            if self._pretrained is None:
+                if self.manifest.pretrained is None:
+                    raise CorruptFileError(f"{MANIFEST} does not name the pretrained model")
+                entries = [e for e in self._file.entries.values() if e.pretrained]
+                path = self._pretrained_path
+                self._pretrained = find_pretrained(
+                    self.manifest.pretrained, self.folder, entries, path=path
+                )
+            return self._pretrained
 
     @property
     def tree(self) -> Json | None:
@@ -413,6 +562,10 @@ class StoredState:
         if name in self._file.copies:
             return "copy"
         return self._file.entries[name].kind if self._file.entries else WHOLE
+
+    def has_entry(self, name: str) -> bool:
+        """Return True if the file has an entry of this name, perhaps without bytes."""
+        return name in self._file.archive
 
     def load(self, name: str, each: Each) -> Tensor:
         """Read and decode a tensor."""
@@ -464,7 +617,7 @@ class StoredState:
             )
         if (have := read_manifest(folder).id) != base.id:
             raise MismatchError(f"{delta}, but the checkpoint at {folder} has id {have}")
-        return StoredState(folder, deltas=[*deltas, self.folder])
+        return StoredState(folder, deltas=[*deltas, self.folder], pretrained=self._pretrained_path)
 
 
 def _load_state(file: TensorFile, threads: int | None, place: Place | None) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from slimtensors.codecs.residual import (
 )
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError, report_malformed
 from slimtensors.parallel import Each, Workers, serially
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec, allocate, clone_bits
+from slimtensors.tensor import (
+    QUANTIZED_DTYPES,
+    Json,
+    Spec,
+    allocate,
+    clone_bits,
+    is_valid_text,
+)
 
 WHOLE, SAME = "whole", "same"
 DIFFERENCES = ("difference", "by-exponent")
@@ -31,6 +38,9 @@ GROUPED, STEPS, ROOTS = "grouped", "steps", "roots"
 
 NEEDS_BASE = {SAME, *DIFFERENCES, STEPS}
 NEEDS_SIBLING = {GROUPED, ROOTS}
+
+
+_OPTIONAL = dict.fromkeys(NEEDS_BASE, ("from",))
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,8 @@ class TensorEntry:
     by: str | None = None
     """Name of the tensor of the same checkpoint that is needed for decoding."""
     step: float | None = None
+    pretrained: tuple[str, ...] = ()
+    """Tensors of the pretrained model that, joined, are the base; empty for a checkpoint's."""
 
     def to_json(self) -> Json:
         """Return the JSON form, without fields that have their default value."""
@@ -60,6 +72,8 @@ class TensorEntry:
         for key in ("bits", "seed", "base", "by", "step"):
             if getattr(self, key) is not None:
                 data[key] = getattr(self, key)
+        if self.pretrained:
+            data["from"] = list(self.pretrained)
         return data
 
     @classmethod
@@ -73,7 +87,7 @@ class TensorEntry:
         required |= {"base"} if kind in NEEDS_BASE else set()
         required |= {"by"} if kind in NEEDS_SIBLING else set()
         required |= {"step"} if kind in (STEPS, ROOTS) else set()
-        fields.check_keys(required, ("bits", "seed", "times"))
+        fields.check_keys(required, ("bits", "seed", "times", *_OPTIONAL.get(kind, ())))
         like = Spec.from_json(dict(data))
         is_float = like.dtype in MANTISSA
         if (kind in (GROUPED, STEPS, ROOTS) or "bits" in data) and not is_float:
@@ -92,6 +106,7 @@ class TensorEntry:
             times=fields.finite_number("times") if "times" in data else 1.0,
             by=fields.text("by") if "by" in data else None,
             step=fields.finite_number("step") if "step" in data else None,
+            pretrained=_parse_names(fields) if "from" in data else (),
         )
 
     @property
@@ -108,19 +123,34 @@ class TensorEntry:
         return x if self.bits is None else round_mantissa(x, self.bits, self.seed)
 
 
+def _parse_names(fields: Fields) -> tuple[str, ...]:
+    names = fields.items("from")
+    if not names or not all(isinstance(name, str) and is_valid_text(name) for name in names):
+        raise CorruptFileError(fields.explain("from", "names of tensors"))
+    return tuple(names)
+
+
 LoadBase = Callable[[str, Spec, Each], Tensor | None]
 """Returns the tensor of this name and shape in the base, or None if the base lacks it."""
+LoadPretrained = Callable[[TensorEntry, Each], Tensor]
+"""Returns the tensor of the pretrained model that an entry refers to."""
+
+
+def _refuse_pretrained(entry: TensorEntry, each: Each) -> Tensor:
+    raise CorruptFileError("needs a pretrained model, which this file cannot have")
 
 
 class TensorFile(Mapping[str, Tensor]):
     """The tensors of one file of a checkpoint, decoded on access."""
 
-    def __init__(self, path: Path, load_base: LoadBase) -> None:
+    def __init__(
+        self, path: Path, load_base: LoadBase, load_pretrained: LoadPretrained = _refuse_pretrained
+    ) -> None:
         self.archive = Archive(path)
         self.entries, self.tied, self.copies = _read_entries(self.archive)
         """Entries by name, empty if all tensors are whole; names that share memory; names of
         tensors with the bits of another one."""
-        self._load_base = load_base
+        self._load_base, self._load_pretrained = load_base, load_pretrained
 
     def __getitem__(self, name: str) -> Tensor:
         return self.load(name, serially)
@@ -155,6 +185,9 @@ class TensorFile(Mapping[str, Tensor]):
         if entry.by is not None:
             loaded = siblings or {}
             other = loaded[entry.by] if entry.by in loaded else self.load(entry.by, each)
+        elif entry.pretrained:
+            with report_malformed(f"{self.archive.path}: {name}"):
+                other = self._load_pretrained(entry, each)
         elif entry.base is not None:
             other = self._load_base(name, entry.like, each)
             if other is None:

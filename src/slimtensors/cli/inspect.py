@@ -255,7 +255,7 @@ _RUN_HEAD = ("checkpoint", "kind", "profile", "base", "step", "stored", "age")
 
 def _point_row(point: Point) -> tuple[str, ...]:
     manifest = point.manifest
-    base = manifest.base.name if manifest.base else "-"
+    base = manifest.needed or "-"
     step = "-" if manifest.step is None else str(manifest.step)
     age = _age(datetime.now(UTC) - datetime.fromisoformat(manifest.created))
     return (
@@ -279,6 +279,7 @@ def _point_json(point: Point) -> Json:
         "kind": manifest.kind,
         "profile": manifest.profile,
         "base": manifest.base.name if manifest.base else None,
+        "pretrained": manifest.pretrained.name if manifest.pretrained else None,
         "bytes": manifest.bytes,
         "created": manifest.created,
         "metrics": dict(manifest.metrics),

@@ -59,6 +59,7 @@ def _checkpoint(options: argparse.Namespace) -> Verification:
     """Verify one checkpoint: its manifest, its tensors, and those of its bases."""
     try:
         stored = StoredState(Path(options.source))
+        stored.find_pretrained()
     except (FormatError, MismatchError) as error:
         return Verification(0, {MANIFEST: str(error)})
     if not stored.manifest.is_sealed:

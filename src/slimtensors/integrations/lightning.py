@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.serialization import default_restore_location
 
 from slimtensors.checkpoint.manifest import MANIFEST
+from slimtensors.checkpoint.pretrained import open_pretrained
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import (
     Point,
@@ -101,6 +102,8 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
             from the last one, None saves each in full.
         keyframe_every: save in full at least once in so many checkpoints.
         profile: precision of weights and optimizer state, as for `save_checkpoint`.
+        pretrained: folder or file of the model from which weights are stored as differences; not
+            for remote checkpoints. To load, it is also searched where it was.
         threads: number of threads; by default one per core.
         storage_options: options of the file system of remote checkpoints.
 
@@ -116,10 +119,12 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
         base: str | None = "auto",
         keyframe_every: int = 8,
         profile: str | Profile = "exact",
+        pretrained: StrPath | None = None,
         threads: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_base_options(base, keyframe_every)
+        self._pretrained = open_pretrained(pretrained)
         self._profile = find_profile(profile)
         if self._profile.is_model_only:
             raise ConfigError(
@@ -200,7 +205,11 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
                     raise ConfigError(f"{target} is a folder of other files and is not replaced")
                 keep_for_deltas(target)
             options = SaveOptions(
-                base.path if base else None, self._profile, threads=self._threads, replace=True
+                base.path if base else None,
+                self._profile,
+                threads=self._threads,
+                replace=True,
+                pretrained=self._pretrained,
             )
             new = target
             if is_single or "ckpt_" in target.name:
@@ -215,7 +224,9 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
     def _load(self, path: Path, place: Place) -> dict[str, Any]:
         target = Path(os.path.realpath(path))  # beside the base, if the path is a link
         if target.is_dir():
-            return StoredState(target).load_state(threads=self._threads, place=place)
+            path = self._pretrained.path if self._pretrained else None
+            stored = StoredState(target, pretrained=path)
+            return stored.load_state(threads=self._threads, place=place)
         return load_state_file(target, threads=self._threads, place=place)
 
     def _choose_base(self, target: Path) -> Point | None:

@@ -26,19 +26,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from slimtensors.checkpoint import (
     build_checkpoint,
     list_checkpoints,
-    load_checkpoint,
     restore_checkpoint,
 )
 from slimtensors.checkpoint.loop import Checkpointing, CheckpointOptions, TrainingObjects
 from slimtensors.checkpoint.loop_folder import RunIntegrity
 from slimtensors.checkpoint.manifest import is_checkpoint, read_manifest, read_metrics
+from slimtensors.checkpoint.pretrained import open_pretrained
 from slimtensors.checkpoint.profiles import Profile, find_profile
 from slimtensors.checkpoint.run import Retention, check_base_options, select_resumable
 from slimtensors.checkpoint.state import Stateful, capture_rng, is_stateful, restore_rng
 from slimtensors.checkpoint.store import StoredState, flatten_in_place, read_files
-from slimtensors.errors import ConfigError, FormatError, MismatchError
+from slimtensors.errors import ConfigError, FormatError, MismatchError, MissingBaseError
 from slimtensors.folder.config_json import describe_checkpoint, update_config
 from slimtensors.parallel import check_threads
+from slimtensors.storage import StrPath
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class CheckpointSettings:
     """Precision of weights and optimizer state, as for `save_checkpoint`."""
     async_: bool = False
     """Write in the background; the files may be incomplete when `on_save` is called."""
+    pretrained: StrPath | None = None
+    """Folder or file from which the model was loaded: weights that are still equal to it take no
+    space, others are stored as differences. Must stay as it is. None stores all weights."""
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     """Further objects with a state to save and restore, by name."""
     threads: int | None = None
@@ -106,6 +110,7 @@ class SlimTrainer(Trainer):
         self.checkpoints = checkpoints or CheckpointSettings()
         _check_support(self)
         self._run = _TrainerRun(self)
+        self._pretrained = open_pretrained(self.checkpoints.pretrained, {"": self.model})
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         with self._run:
@@ -161,7 +166,8 @@ class SlimTrainer(Trainer):
             super()._load_best_model()
             return
         _log.info("loading the best model from %s", best)
-        weights = StoredState(best).load_weights(threads=self.checkpoints.threads)
+        stored = StoredState(best, pretrained=self.checkpoints.pretrained)
+        weights = stored.load_weights(threads=self.checkpoints.threads)
         restore_checkpoint({"model": weights}, self.model, rng_state=False)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
@@ -324,7 +330,9 @@ class _TrainerRun:
         best = self._find_best(Path(trainer._get_output_dir(trainer._trial)))
         if args.should_save and args.save_total_limit == 1 and best and _is_delta(best):
             # The Trainer removes all checkpoints but the best one, also its bases.
-            flatten_in_place(best, threads=trainer.checkpoints.threads)
+            flatten_in_place(
+                best, pretrained=trainer._pretrained, threads=trainer.checkpoints.threads
+            )
         if args.world_size > 1:
             dist.barrier()  # all processes may load the best model
 
@@ -358,7 +366,7 @@ class _TrainerRun:
         """Return the state of a checkpoint, which is read once while training starts."""
         found = read_manifest(path).id
         if self._resumed is None or self._resumed[0] != found:
-            self._resumed = found, _load(path, self._trainer.checkpoints.threads)
+            self._resumed = found, _load(path, self._trainer.checkpoints)
         return self._resumed[1]
 
     def _open(self, run: Path) -> Checkpointing:
@@ -388,6 +396,7 @@ class _TrainerRun:
             sets_newer_aside=True,
             merges_folders=True,
             stores_all_weights=True,
+            pretrained=trainer._pretrained,
         )
         return Checkpointing(run, objects, options, start=self.start)
 
@@ -472,10 +481,13 @@ def _read_metrics(state: Any) -> dict[str, float]:
     return {key: x for key, x in read_metrics(logged).items() if key not in ("epoch", "step")}
 
 
-def _load(path: Path, threads: int | None) -> dict[str, Any]:
+def _load(path: Path, settings: CheckpointSettings) -> dict[str, Any]:
     """Load a checkpoint; if it is damaged, name the newest one that is intact."""
     try:
-        return load_checkpoint(path, threads=threads)
+        stored = StoredState(path, pretrained=settings.pretrained)
+        return stored.load_state(threads=settings.threads)
+    except MissingBaseError:
+        raise
     except (FormatError, MismatchError) as error:
         integrity = RunIntegrity(path.parent)
         points = select_resumable(list_checkpoints(path.parent))

@@ -19,7 +19,6 @@ from slimtensors.archive.dialects import PackedTensor
 from slimtensors.archive.dialects.compressed_tensors import find_prefixes
 from slimtensors.archive.write import TensorSource
 from slimtensors.checkpoint.store import STATE, StoredState
-from slimtensors.checkpoint.tensor_entry import SAME
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.statistics import Sparsity, merge, sparsity_of
 from slimtensors.errors import ConfigError, FormatError, MismatchError, SlimError, shorten_list
@@ -311,7 +310,7 @@ class CheckpointWeights:
         self._stored = StoredState(folder)
         self._names = self._stored.find_weights()
         for name in self._names.values():
-            if name not in self._stored.tied and self._stored.kind(name) in (SAME, "copy"):
+            if name not in self._stored.tied and not self._stored.has_entry(name):
                 raise MismatchError(
                     f"{folder}: {name} has no entry of its own in {STATE}, which transformers"
                     " needs; use load_checkpoint instead"
