@@ -237,7 +237,9 @@ def _trace_conversion(model: nn.Module) -> dict[str, Names]:
     try:
         converted = convert_for_saving(model, outline)
         stored = {id(x): name for name, x in converted.items()}  # renamed: the same object
-        found = {name: (stored[id(x)],) for name, x in outline.items() if id(x) in stored}
+        found: dict[str, Names] = {
+            name: (stored[id(x)],) for name, x in outline.items() if id(x) in stored
+        }
         merged = {name: x for name, x in outline.items() if id(x) not in stored and x.dim() > 1}
         found |= _trace_rows(model, merged) if merged else {}
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -224,8 +224,8 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
     def _load(self, path: Path, place: Place) -> dict[str, Any]:
         target = Path(os.path.realpath(path))  # beside the base, if the path is a link
         if target.is_dir():
-            path = self._pretrained.path if self._pretrained else None
-            stored = StoredState(target, pretrained=path)
+            pretrained = self._pretrained.path if self._pretrained else None
+            stored = StoredState(target, pretrained=pretrained)
             return stored.load_state(threads=self._threads, place=place)
         return load_state_file(target, threads=self._threads, place=place)
 

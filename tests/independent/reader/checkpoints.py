@@ -34,15 +34,35 @@ def read_tensors(folder):
         _, before = read_tensors(folder.parent / about["base"]["name"])
         base = read_about(folder.parent / about["base"]["name"] / "checkpoint.json")
         check(base["id"] == about["base"]["id"], "another base")
-    return archive, apply_entries(archive, before.__getitem__)
+    model = read_model(folder.parent, about["pretrained"]) if "pretrained" in about else {}
+    return archive, apply_entries(archive, before.__getitem__, model)
+
+
+def read_model(run, about):
+    """Return the tensors of the pretrained model, which is at the first of its hints."""
+    archive = open_archive(run / about["hints"][0] / "model.safetensors")
+    tensors = archive.tensors()
+    lines = sorted(f"{name} {deltas.compute_digest(x)}\n" for name, x in tensors.items())
+    found = hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+    check(found == about["id"], "another model")
+    return tensors
+
+
+def join(tensors, entry):
+    """Return tensors of the pretrained model as one with the dtype and shape of an entry."""
+    dtype, shape = entry["dtype"], tuple(entry["shape"])
+    parts = [cast(tensor, dtype) for tensor in tensors]
+    check(len(parts) > 1 or parts[0].shape == shape, "wrong shape")
+    return from_words(dtype, shape, np.concatenate([part.words().reshape(-1) for part in parts]))
 
 
 def read_about(path):
     """Parse `checkpoint.json` and check its seal, which version 1 lacks."""
     raw = path.read_bytes()
     about = json.loads(raw)
-    check(about["format"] == "slimtensors checkpoint" and about["version"] in (1, 2), "version")
-    if about["version"] == 2:
+    check(about["format"] == "slimtensors checkpoint" and about["version"] in (1, 2, 3), "version")
+    check((about["version"] == 3) == ("pretrained" in about), "pretrained")
+    if about["version"] > 1:
         sealed = raw.rpartition(b',\n  "crc32c": ')[0]
         check(raw == sealed + b',\n  "crc32c": %d\n}\n' % crc32c(sealed), "seal")
     return about
@@ -61,8 +81,11 @@ def compute_id(raw):
     return found.hexdigest()[:32]
 
 
-def apply_entries(archive, find_base):
-    """Return all tensors of an archive; `find_base` returns the base's tensor of a name."""
+def apply_entries(archive, find_base, model=None):
+    """Return all tensors of an archive; `find_base` returns the base's tensor of a name.
+
+    `model` contains the tensors of the pretrained model.
+    """
     stored = archive.tensors()
     if "delta" not in archive.manifest:
         return stored
@@ -73,7 +96,8 @@ def apply_entries(archive, find_base):
         entry = entries[name]
         other = found[entry["by"]] if "by" in entry else None
         if "base" in entry:
-            other = find_base(name)
+            names = entry.get("from")
+            other = join([model[part] for part in names], entry) if names else find_base(name)
             check(deltas.compute_digest(other) == entry["base"], f"{name}: another base")
         found[name] = decode_entry(entry, stored.get(name), other)
     return found | {name: found[home] for name, home in homes.items()}
