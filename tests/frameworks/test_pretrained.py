@@ -49,9 +49,9 @@ def test_weights_that_transformers_renames_or_merges_are_found(tmp_path, kind):
         assert merged[1] == "model.layers.0.block_sparse_moe.experts.0.w3.weight"
 
 
-def make_trainer(folder, base, steps, **options):
+def make_trainer(folder, pretrained, steps, **options):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(pretrained)
     model.requires_grad_(False)
     model.model.layers[1].mlp.requires_grad_(True)
     args = TrainingArguments(
@@ -63,8 +63,9 @@ def make_trainer(folder, base, steps, **options):
         use_cpu=True,
         disable_tqdm=True,
         save_total_limit=2,
+        lr_scheduler_type="constant",
     )
-    settings = CheckpointSettings(pretrained=base, **options)
+    settings = CheckpointSettings(pretrained=pretrained, **options)
     return SlimTrainer(model, args, train_dataset=Lines(), checkpoints=settings)
 
 
