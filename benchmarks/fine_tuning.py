@@ -3,7 +3,7 @@
     python benchmarks/fine_tuning.py
 
 A Llama with random weights is trained for a few steps with AdamW on random tokens: one of its
-twenty layers, or LoRA adapters of rank 8. Frozen weights are not stored; their values are irrelevant.
+twenty layers, or LoRA adapters of rank 8. The values of frozen weights do not matter.
 """
 
 import io

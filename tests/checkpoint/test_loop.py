@@ -322,7 +322,7 @@ def damage(manifest, kind):
         case "a flipped bit":
             manifest.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
         case "a newer version":
-            manifest.write_bytes(raw.replace(b'"version": 2', b'"version": 3'))
+            manifest.write_bytes(raw.replace(b'"version": 2', b'"version": 4'))
         case "an unknown key":
             edit_manifest(manifest.parent, lambda data: data.update(unknown=True))
         case "an empty file":

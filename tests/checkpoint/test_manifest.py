@@ -201,9 +201,9 @@ def test_other_content_is_a_format_error(run, text):
 
 
 def test_a_newer_version_is_reported_as_such(run):
-    edit_manifest(run / "first", lambda data: data.update(version=3))
+    edit_manifest(run / "first", lambda data: data.update(version=4))
     with pytest.raises(
-        UnsupportedVersionError, match="version 3 is newer than the supported version 2; upgrade"
+        UnsupportedVersionError, match="version 4 is newer than the supported version 3; upgrade"
     ):
         load_checkpoint(run / "first")
 
