@@ -33,9 +33,13 @@ from slimtensors.codecs.plan import Plan, decode, encode
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.layerwise.divergence import Reference
-from slimtensors.layerwise.fit import TOLERANCE
+from slimtensors.layerwise.fisher import Statistics
+from slimtensors.layerwise.fit import TOLERANCE, FitTensor, Fitter
+from slimtensors.layerwise.resume import WorkFolder
 from slimtensors.layerwise.stored_weights import StoredWeights
+from slimtensors.parallel import serially
 from slimtensors.recipe import Calibration
+from slimtensors.tensor import Spec
 from slimtensors.transformers import Budget, fit
 from slimtensors.transformers.data import find_generation_obstacle, generate_batches
 
@@ -366,6 +370,13 @@ def test_a_single_logit_is_not_taken_for_a_distribution():
     assert all(loss is not None for *_, loss, _ in report.tensors)
 
 
+def test_a_model_whose_outputs_overflow_is_refused(trained):
+    model = deepcopy(trained)
+    model.model.norm.weight.data.fill_(3e38)
+    with pytest.raises(ConfigError, match="outputs of the model are not finite"):
+        fit(model, Budget(bits=4.0), **DATA)
+
+
 def test_masked_logits_have_a_finite_divergence(trained):
     class Masked(nn.Module):
         def __init__(self):
@@ -465,6 +476,39 @@ def test_a_budget_above_the_lossless_size_is_met_without_loss(trained, folder, t
     written = json.loads((tmp_path / "small" / "fit_report.json").read_text())
     assert written["weight_bytes"] == report.weight_bytes
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), trained)
+
+
+def test_a_pruned_model_is_not_rounded_if_the_budget_is_above_its_lossless_size(trained, tmp_path):
+    pruned = deepcopy(trained)
+    for x in pruned.parameters():
+        if x.dim() == 2:
+            x.data *= x.abs() >= x.abs().float().quantile(0.97)
+    pruned.save_pretrained(tmp_path / "dense")
+    dense = weight_bytes(tmp_path / "dense")
+    _, report = fit(tmp_path / "dense", int(0.25 * dense), **DATA)
+    assert report.notes == ("the budget is larger than the lossless size: stored without loss",)
+    assert report.weight_bytes < 0.2 * dense
+
+
+def test_zeros_of_a_pruned_weight_need_less_than_half_a_bit(tmp_path):
+    net = nn.Linear(512, 512, bias=False)
+    weight = net.weight.data
+    weight *= torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.03
+    _, report = fit(net, Budget(bits=0.4), [torch.randn(32, 512) for _ in range(8)])
+    assert 0.39 < report.bits <= 0.4
+
+
+def test_a_budget_is_met_although_many_steps_have_the_same_size(tmp_path):
+    weights = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
+    tensor = FitTensor("w", Spec.of(weights), lambda: weights, Trellis())
+    unit = 512
+
+    def measure(solution):
+        return math.ceil(solution.stored_bytes / unit) * unit
+
+    for budget in range(9_000, 10_000, 200):
+        fitter = Fitter([tensor], Statistics(WorkFolder(tmp_path, {})), serially)
+        assert budget - 2 * unit < measure(fitter.solve(budget, 0, measure)) <= budget
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

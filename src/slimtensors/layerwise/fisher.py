@@ -52,7 +52,10 @@ def score_outputs(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     outputs, are_logits = extract_outputs(call_model(model, batch))
     rows = outputs.reshape(-1, outputs.shape[-1]).float()
     if are_logits and rows.shape[-1] > 1:
-        labels = torch.multinomial(rows.detach().softmax(-1), 1)[:, 0]
+        probabilities = rows.detach().softmax(-1)
+        if bool(probabilities.isnan().any()):
+            raise ConfigError("outputs of the model are not finite; check the calibration data")
+        labels = torch.multinomial(probabilities, 1)[:, 0]
         return -functional.cross_entropy(rows, labels, reduction="sum"), len(rows)
     if rows.shape[-1] > 1:
         rows = functional.normalize(rows, dim=-1)

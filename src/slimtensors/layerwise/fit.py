@@ -394,10 +394,12 @@ def _interpolate(curve: Sequence[tuple[float, float]], nbytes: float) -> float:
 
 def _correct(tried: Sequence[tuple[float, float]], nbytes: float, items: int) -> float:
     """Return the next step to try, from the sizes of full passes."""
-    if len({size for _, size in tried}) > 1:
+    if len({size for _, size in tried[-2:]}) > 1:
         return _interpolate(tried[-2:], nbytes)
     step, size = tried[-1]
-    return step * float(2 ** (8 * (size - nbytes) / items / _BITS_PER_OCTAVE))
+    # Several steps may have the same size: leave them by larger and larger leaps.
+    leap = 2 ** (sum(size == known for _, known in tried) - 1)
+    return step * float(2 ** (leap * 8 * (size - nbytes) / items / _BITS_PER_OCTAVE))
 
 
 def scale_step(fitted: Solution, loss: float, target: float) -> float:

@@ -85,11 +85,6 @@ class StoredWeights:
         self.keys = find_matrix_keys(self.layers.values())
 
     @property
-    def items(self) -> int:
-        """Number of weights that can be rounded."""
-        return sum(x.spec.numel for x in self.sources if x.name in self.stored)
-
-    @property
     def pooled(self) -> set[str]:
         """Layers whose experts are rounded as one matrix."""
         return {

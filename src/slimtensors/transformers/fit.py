@@ -72,8 +72,6 @@ _HELD_OUT = 8
 _GRADIENT_SHARE = 0.5
 """Share of the samples for gradients."""
 _MIN_BITS_WITHOUT_DATA = 4.0
-_MIN_LOSSLESS_SHARE = 0.4
-"""Share of the dense bytes below which lossless compression is not tried."""
 _HEALING_BATCHES = 32
 _HEALING_RESERVE = 0.0007
 """Share of the budget by which healing may change the size of files."""
@@ -316,23 +314,34 @@ class _Run:
     def check_limit(self) -> None:
         """Raise if the budget is far too small; whether it is met is known at the end."""
         limit = self._limit
-        least = self._fixed_bytes + self.weights.items // 16
-        if limit is not None and limit < least:
+        if limit is None:
+            return
+        rounded = (x for x in self.sources if x.name in self.weights.stored)
+        least = self._fixed_bytes + sum(int(_as_tensor(x).count_nonzero()) for x in rounded) // 16
+        if limit < least:
             raise ConfigError(
                 f"a budget of {format_bytes(limit)} is too small:"
                 f" {format_bytes(self._fixed_bytes)} of weights stay exact, and half a bit for each"
-                f" other weight makes {format_bytes(least)}"
+                f" other weight that is not zero makes {format_bytes(least)}"
             )
 
     def find_lossless_size(self) -> int | None:
         """Return the size with lossless compression if the budget allows it, else None."""
-        dense = sum(source.spec.nbytes for source in self.sources)
-        if self._limit is None or self._limit < _MIN_LOSSLESS_SHARE * dense:
+        if self._limit is None or self._needs_loss(self._limit):
             return None
         with tempfile.TemporaryDirectory() as folder:
             write_weights(self.sources, Path(folder), self.options)
             size = _count_weight_bytes(Path(folder))
         return size if size <= self._limit else None
+
+    def _needs_loss(self, limit: int) -> bool:
+        """Return True if tensors, even without headers, are larger than a limit if not rounded."""
+        total = 0
+        for source in self.sources:
+            total += estimate({source.name: _as_tensor(source)}).stored_bytes
+            if total > limit:
+                return True
+        return False
 
     def keep_exact(self, size: int) -> tuple[FitReport, list[TensorSource]]:
         """Return the report and the tensors of a model that is stored without loss."""
