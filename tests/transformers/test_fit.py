@@ -529,6 +529,11 @@ def test_dead_inputs_and_short_data_are_handled(trained, tmp_path):
     assert any("divergence was not measured" in note for note in report.notes)
     assert report.divergence is None
     assert report.weight_bytes <= 80_000
+    few = [{"input_ids": x["input_ids"][:1]} for x in CALIBRATION[:1]]
+    with pytest.raises(ConfigError, match="too little calibration data for any weight; pass more"):
+        fit(tmp_path / "dense", "80kB", few)
+    _, report = fit(tmp_path / "dense", Budget(bits=4.5), few)
+    assert any("too little calibration data for any weight" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

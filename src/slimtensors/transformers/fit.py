@@ -367,7 +367,7 @@ class _Run:
         bits = None if self._limit is None else 8 * self._limit / self._parameter_count
         if bits is None or bits < _MIN_BITS_WITHOUT_DATA:
             raise ConfigError(
-                f"{reason}; pass calibration data, or a budget of at least"
+                f"{reason}; pass more calibration data, or a budget of at least"
                 f" {_MIN_BITS_WITHOUT_DATA:g} bits per parameter"
             )
         self.notes.append(f"{reason}: rounded without calibration data, the loss is unknown")
@@ -401,6 +401,8 @@ class _Run:
             names = shorten_list(self.weights.mixed)
             self.notes.append(f"stored exactly, mixed with other weights in files: {names}")
         missing = [(tensor.name, tensor.note) for tensor in self.tensors if tensor.note]
+        if batches and len(missing) == len(self.tensors):
+            self.check_without_data("too little calibration data for any weight")
         for reason, names in group_names(missing).items():
             self.notes.append(f"rounded without statistics: {names} ({reason})")
 
