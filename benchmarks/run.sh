@@ -37,6 +37,7 @@ peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py sci
 prepare .venv-bench-peers "$common" "$peers"
 for name in import_time lossless masks cold_load deltas quantize_kernels products quality pruning prunebert_story equal_tensors \
     transformers_load fine_tuning; do
+    transformers_load trellis; do
     run .venv-bench-peers $name "$@"
 done
 run .venv-bench-peers scale # takes no options
