@@ -12,8 +12,8 @@ from torch import Tensor
 from slimtensors.codecs import Trellis
 from slimtensors.codecs.plan import Encoded
 from slimtensors.codecs.trellis import Rounded, Steps, round_matrix
-from slimtensors.layerwise.fisher import InputFactor, factor_inputs
 from slimtensors.layerwise.fit import count_stored_bytes
+from slimtensors.layerwise.statistics import InputFactor, factor_inputs
 from slimtensors.parallel import serially
 from slimtensors.tensor import Spec, allocate
 

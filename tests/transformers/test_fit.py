@@ -33,9 +33,9 @@ from slimtensors.codecs.plan import Plan, decode, encode
 from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.layerwise.divergence import Reference
-from slimtensors.layerwise.fisher import Statistics
 from slimtensors.layerwise.fit import TOLERANCE, FitTensor, Fitter
 from slimtensors.layerwise.resume import WorkFolder
+from slimtensors.layerwise.statistics import Statistics
 from slimtensors.layerwise.stored_weights import StoredWeights
 from slimtensors.parallel import serially
 from slimtensors.recipe import Calibration

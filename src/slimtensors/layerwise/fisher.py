@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from slimtensors.errors import ConfigError, SingularError
+from slimtensors.errors import ConfigError
 from slimtensors.layerwise.divergence import call_model, extract_outputs
-from slimtensors.layerwise.hessian import Hessian, MatrixKey, factor_hessian
+from slimtensors.layerwise.hessian import Hessian, MatrixKey
 from slimtensors.layerwise.inputs import Batch, Layer, MatrixTable
 from slimtensors.layerwise.passes import evaluation_mode
 from slimtensors.layerwise.products import TRANSPARENT, find_address, is_convolution
-from slimtensors.layerwise.resume import WorkFolder
+from slimtensors.layerwise.statistics import GROUP_PREFIX, InputFactor, Statistics, factor_inputs
 
 Objective = Callable[[nn.Module, Batch], tuple[Tensor, int]]
 """Runs a model on a batch; returns a score, and the number of predictions that it sums over.
@@ -33,11 +33,6 @@ The score of a prediction is the log-likelihood of a label drawn from the model,
 Progress = Callable[[int, int], object]
 """Called with the number of finished batches and the total."""
 
-DAMPING = 0.01
-"""Added to the diagonal of `A`, in units of its mean."""
-
-_GRADIENTS, _INPUTS = "gradients", "inputs-"
-"""Names in the work folder."""
 _ROUNDING = 0.05
 """Largest relative error of sums of probabilities in 16-bit floats."""
 _MEMORY_SHARE = 0.4
@@ -60,102 +55,6 @@ def score_outputs(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     if rows.shape[-1] > 1:
         rows = functional.normalize(rows, dim=-1)
     return (rows * torch.randn_like(rows)).sum(), len(rows)
-
-
-@dataclass(frozen=True)
-class InputFactor:
-    """The inputs of one or more matrices, as needed for rounding."""
-
-    factor: Tensor
-    """Upper Cholesky factor of the inverse of `A`, columns in `order`."""
-    order: Tensor
-    """Columns by falling activity: the order in which they are rounded."""
-    tokens: int
-    notes: tuple[str, ...] = ()
-
-    @property
-    def tolerance(self) -> Tensor:
-        """Error of each column with the same effect, given the compensation by later columns."""
-        found = torch.empty_like(self.factor[0])
-        found[self.order] = self.factor.diagonal()
-        return found
-
-
-@dataclass(frozen=True)
-class MatrixStatistics:
-    """What is known about one matrix."""
-
-    inputs: str
-    """Key of its `InputFactor`."""
-    gradients: Tensor | None
-    """Mean squared gradient of each output; None if it was not observed."""
-    tokens: int
-
-
-class Statistics:
-    """Statistics of the matrices of a model, in a work folder."""
-
-    def __init__(self, work: WorkFolder) -> None:
-        self._work = work
-        self._gradients = work.load(_GRADIENTS) if work.has(_GRADIENTS) else {}
-        self._groups: dict[str, str] = {}
-        for name in work.list_finished():
-            if name.startswith(_INPUTS):
-                self._groups |= dict.fromkeys(work.load_report(name)["readers"], name)
-        self._last: tuple[str, InputFactor] | None = None
-
-    def find(self, key: MatrixKey) -> MatrixStatistics | None:
-        """Return the statistics of a matrix, or None if it was not observed."""
-        group = self._groups.get(_join(key))
-        if group is None:
-            return None
-        tokens = int(self._work.load_report(group)["tokens"])
-        return MatrixStatistics(group, self._gradients.get(_join(key)), tokens)
-
-    def load_factor(self, group: str) -> InputFactor:
-        """Return an `InputFactor` by its key; the last one is kept in memory."""
-        if self._last is None or self._last[0] != group:
-            tensors, info = self._work.load(group), self._work.load_report(group)
-            found = InputFactor(
-                tensors["factor"], tensors["order"], info["tokens"], tuple(info["notes"])
-            )
-            self._last = group, found
-        return self._last[1]
-
-    def has_inputs(self, group: str) -> bool:
-        """Return True if the inputs of a group are complete."""
-        return self._work.has(group)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients are complete."""
-        return self._work.has(_GRADIENTS)
-
-    @property
-    def notes(self) -> list[str]:
-        """Deviations from the request, by the first matrix that they concern."""
-        owners = {group: name for name, group in reversed(self._groups.items())}
-        return [
-            f"{owner.partition('#')[0]}: {note}"
-            for group, owner in owners.items()
-            for note in self._work.load_report(group)["notes"]
-        ]
-
-    def store_inputs(self, group: str, readers: Iterable[MatrixKey], factor: InputFactor) -> None:
-        """Store the inputs of a group of matrices."""
-        names = [_join(key) for key in readers]
-        info = {"tokens": factor.tokens, "notes": list(factor.notes), "readers": names}
-        self._work.store(group, {"factor": factor.factor, "order": factor.order}, info)
-        self._groups |= dict.fromkeys(names, group)
-
-    def store_gradients(self, gradients: Mapping[MatrixKey, Tensor]) -> None:
-        """Store the gradients of all matrices."""
-        self._gradients = {_join(key): x.contiguous() for key, x in gradients.items()}
-        self._work.store(_GRADIENTS, self._gradients)
-
-
-def _join(key: MatrixKey) -> str:
-    return f"{key[0]}#{key[1]}"
 
 
 def find_matrix_keys(layers: Iterable[Layer]) -> dict[str, str]:
@@ -272,7 +171,7 @@ def _find_groups(
     for key, uses in survey.uses.items():
         identity = key[0] if key[0] in pooled else tuple(id(x) for x in uses)
         group = groups.setdefault(
-            identity, _Group(f"{_INPUTS}{len(groups)}", [], uses[0].shape[-1])
+            identity, _Group(f"{GROUP_PREFIX}{len(groups)}", [], uses[0].shape[-1])
         )
         group.readers.append(key)
         group.is_pooled = key[0] in pooled
@@ -288,7 +187,9 @@ def _find_groups(
             if name in pooled:
                 groups[name].readers.append((name, i))
             else:
-                groups[name, i] = _Group(f"{_INPUTS}{count}", [(name, i)], layer.matrix_shape[1])
+                groups[name, i] = _Group(
+                    f"{GROUP_PREFIX}{count}", [(name, i)], layer.matrix_shape[1]
+                )
                 count += 1
     return list(groups.values())
 
@@ -480,21 +381,6 @@ class _Recorder(_Observer):
         return factor_inputs(mean, tokens)
 
 
-def factor_inputs(mean: Tensor, tokens: int) -> InputFactor:
-    """Return the factor of a matrix `A`; columns without inputs get the mean activity."""
-    notes: list[str] = []
-    order = torch.argsort(mean.diagonal(), descending=True, stable=True)
-    try:
-        upper = factor_hessian(mean.double()[order][:, order], damping=DAMPING, tell=notes.append)
-    except SingularError as error:
-        notes.append(f"{error}; columns are rounded without regard to their inputs")
-        eye = torch.eye(len(mean))
-        return InputFactor(eye, torch.arange(len(mean), dtype=torch.int32), tokens, tuple(notes))
-    eye = torch.eye(len(upper), dtype=upper.dtype)
-    inverse = torch.linalg.solve_triangular(upper, eye, upper=True)
-    return InputFactor(inverse.float(), order.to(torch.int32), tokens, tuple(notes))
-
-
 def _track(out: Tensor) -> Tensor:
     """Return a tensor that gradients are computed for, in memory that may be changed."""
     return out if out.requires_grad else out.detach().requires_grad_().clone()
@@ -530,14 +416,9 @@ def _expect_squares(gradients: Tensor) -> Tensor:
 
 
 __all__ = [
-    "DAMPING",
-    "InputFactor",
-    "MatrixStatistics",
     "Objective",
     "Sampling",
-    "Statistics",
     "collect_statistics",
-    "factor_inputs",
     "find_matrix_keys",
     "score_outputs",
 ]

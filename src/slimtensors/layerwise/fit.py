@@ -20,8 +20,8 @@ from slimtensors.codecs import Trellis
 from slimtensors.codecs.plan import Encoded, decode
 from slimtensors.codecs.trellis import PRICE_OF_BIT, Rounded, Steps, round_matrix, scale_rows
 from slimtensors.errors import ConfigError
-from slimtensors.layerwise.fisher import InputFactor, Statistics
 from slimtensors.layerwise.resume import WorkFolder
+from slimtensors.layerwise.statistics import InputFactor, Statistics
 from slimtensors.parallel import Each
 from slimtensors.tensor import Spec
 

@@ -12,9 +12,10 @@ from slimtensors.codecs import Trellis
 from slimtensors.codecs.plan import decode
 from slimtensors.codecs.trellis import ROUNDED_DTYPES
 from slimtensors.errors import ConfigError, shorten_list
-from slimtensors.layerwise.fisher import Statistics, find_matrix_keys
+from slimtensors.layerwise.fisher import find_matrix_keys
 from slimtensors.layerwise.fit import FitTensor, Solution
 from slimtensors.layerwise.inputs import Layer, collect_layers
+from slimtensors.layerwise.statistics import Statistics
 from slimtensors.parallel import Each
 from slimtensors.quantization.checkpoint_layout import StoredTensor, find_layout
 from slimtensors.quantization.layers import list_class_names
