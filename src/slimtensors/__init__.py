@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slimtensors.archive import Archive, load, save
     from slimtensors.archive import inspect as inspect  # public, but not for `import *`
     from slimtensors.archive import open as open
+    from slimtensors.archive.bases import using_base
     from slimtensors.archive.decompress import decompress
     from slimtensors.archive.delta import diff, restore
     from slimtensors.archive.summary import Summary
@@ -54,11 +55,13 @@ __all__ = [
     "save",
     "save_compressed",
     "save_compressed_model",
+    "using_base",
     "verify",
 ]
 
 _HOMES = {
     "archive": ("Archive", "Verification", "inspect", "load", "open", "save", "verify"),
+    "archive.bases": ("using_base",),
     "archive.decompress": ("decompress",),
     "archive.delta": ("diff", "restore"),
     "archive.summary": ("Summary",),

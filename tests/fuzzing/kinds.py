@@ -27,8 +27,9 @@ from torch.nn import functional
 
 import slimtensors
 from slimtensors import _core
-from slimtensors.archive.delta import make_restored_source
+from slimtensors.archive.delta import open_restored
 from slimtensors.archive.originals import find_originals, pack_text, unpack_text
+from slimtensors.archive.write import as_source
 from slimtensors.checkpoint import load_checkpoint, save_checkpoint
 from slimtensors.checkpoint import run as runs
 from slimtensors.checkpoint.distributed import StorageWriter, folders
@@ -440,8 +441,8 @@ class Deltas(Kind):
         self.digest = self.restore_delta()
 
     def restore_delta(self) -> str:
-        with slimtensors.open(self.path) as delta, slimtensors.open(self.base) as base:
-            source = make_restored_source(delta, base)
+        with open_restored(self.path, self.base) as model:
+            source = as_source(model)
             loaded = {}
             for item in source.items:
                 x = item.read(serially)

@@ -1,30 +1,28 @@
 """Deltas: store an archive as its exact difference from a base."""
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
+from slimtensors.archive.base_places import describe_base, is_hub_name
+from slimtensors.archive.bases import MAX_CHAIN, chain_length, resolve
 from slimtensors.archive.decompress import make_exact_file
-from slimtensors.archive.originals import (
-    Originals,
-    find_originals,
-    read_originals,
-    store_originals,
-)
-from slimtensors.archive.read import Archive, Progress, open_archive
+from slimtensors.archive.delta_manifest import BaseHint, tensor_digest
+from slimtensors.archive.originals import find_originals, store_originals
+from slimtensors.archive.prefixes import PrefixMatch, match_names
+from slimtensors.archive.read import Archive, Progress, open_archive, open_stored
 from slimtensors.archive.summary import Summary
-from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
+from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, as_source, write
 from slimtensors.codecs import presets
 from slimtensors.codecs.plan import Plan, encode
 from slimtensors.codecs.presets import Choice, Chooser
-from slimtensors.codecs.residual import KINDS, ResidualKind, apply_residual, choose_residual
-from slimtensors.errors import ConfigError, CorruptFileError, MismatchError, report_malformed
+from slimtensors.codecs.residual import choose_residual
+from slimtensors.errors import ConfigError, MismatchError
 from slimtensors.parallel import Each
-from slimtensors.storage import StrPath, check_separate, is_inside, locate
-from slimtensors.tensor import QUANTIZED_DTYPES, Json, as_bytes, bitwise_equal, dtype_name
+from slimtensors.storage import StrPath, check_separate, locate
+from slimtensors.tensor import QUANTIZED_DTYPES, Json, bitwise_equal
 
 _SAMPLE, _SAMPLES = 1 << 14, 8
 """Items per sample and number of samples encoded to estimate the size of a tensor."""
@@ -39,20 +37,24 @@ def diff(
     *,
     preset: str | Plan | Chooser = "lossless",
     unrelated: bool = False,
+    base_model: str | None = None,
+    base_revision: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
-    """Write the difference of `new` from `base`. Lossless; `restore` needs the same base.
+    """Write the difference of `new` from `base`. Lossless; loading it needs the same base.
 
-    Equal tensors take no space; others are stored as residuals where that is smaller. Raises
-    `MismatchError` if the models have almost no tensors in common.
+    Equal tensors take no space; others are stored as residuals where that is smaller. Names may
+    differ by a prefix. Raises `MismatchError` if the models have almost no tensors in common.
 
     Args:
-        new, base: paths or open archives.
+        new, base: paths or open archives; deltas stand for the models that they represent.
         target: path of the delta, a file or a folder.
         preset: a lossless preset, plan, or function that chooses plans for the residuals.
         unrelated: whether to accept a base with other tensors.
+        base_model, base_revision: name and revision of the base on the hub, with which its cache
+            is searched; by default those of a `base` in that cache.
         threads: number of threads; default: one per core.
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
@@ -69,11 +71,12 @@ def diff(
     """
     choose = require_lossless(presets.find(preset))
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
+    hint = make_hint(before, base_model, base_revision)
     to = locate(target, storage_options=storage_options)
     check_separate(to, [*after.paths(), *before.paths()])
     if not unrelated:
         BaseMatch.of(after, before).check()
-    source = make_delta_source(after, before, choose)
+    source = make_delta_source(after, before, choose, hint=hint)
     options = WriteOptions(
         preset=choose, threads=threads, progress=progress, storage_options=storage_options
     )
@@ -82,7 +85,7 @@ def diff(
 
 def restore(
     delta: StrPath | Archive,
-    base: StrPath | Archive,
+    base: StrPath | Archive | None,
     target: StrPath,
     *,
     preset: str | Plan | Chooser = "dense",
@@ -97,7 +100,7 @@ def restore(
     Raises `MismatchError` if `base` is not the base of the delta. See `diff` for an example.
 
     Args:
-        delta, base: paths or open archives.
+        delta, base: paths or open archives; for None, the base is searched for as `open` does.
         target: path of the restored archive, a file or a folder.
         preset: how to store the restored tensors; default: plain.
         max_shard_size: maximum bytes per file, such as `"5GB"`; writes shards and an index.
@@ -105,11 +108,9 @@ def restore(
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
     """
-    changes = open_archive(delta, storage_options)
-    before = open_archive(base, storage_options)
-    to = locate(target, storage_options=storage_options)
-    check_separate(to, [*changes.paths(), *before.paths()])
-    source = make_restored_source(changes, before)
+    model = open_restored(delta, base, storage_options)
+    check_separate(locate(target, storage_options=storage_options), model.paths())
+    source = as_source(model)
     options = WriteOptions(
         preset=preset,
         max_shard_size=max_shard_size,
@@ -118,13 +119,16 @@ def restore(
         storage_options=storage_options,
     )
     if preset == "dense" and max_shard_size is None:
-        source = make_exact_file(source, find_restored(changes, source), target, options)
+        source = make_exact_file(source, find_originals(model), target, options)
     return write(source, target, options).summary()
 
 
 @dataclass(frozen=True)
 class BaseMatch:
-    """How much of a model has a tensor of the same name, dtype and shape in the base."""
+    """How much of a model has a tensor of the same name, dtype and shape in the base.
+
+    Names may differ by a prefix.
+    """
 
     new: str
     base: str
@@ -134,23 +138,23 @@ class BaseMatch:
     """Those with a counterpart in the base."""
     share: float
     """Fraction of the bytes that have a counterpart."""
+    prefixes: tuple[PrefixMatch, ...] = ()
+    """Prefixes by which names differ."""
 
     @classmethod
     def of(cls, new: Archive, base: Archive) -> "BaseMatch":
-        """Compare the descriptions of all tensors; raise if one of the models is a delta."""
-        new.check_not_delta()
-        base.check_not_delta()
+        """Compare the descriptions of all tensors."""
         tied = new.tied()
         specs = {name: new.spec(name) for name in new if name not in tied}
-        matched = [name for name in specs if name in base and base.spec(name) == specs[name]]
+        matched, prefixes = match_names(specs, {name: base.spec(name) for name in base})
         total = sum(spec.nbytes for spec in specs.values())
         share = sum(specs[name].nbytes for name in matched) / total if total else 1.0
-        return cls(new.path, base.path, len(specs), len(matched), share)
+        return cls(new.path, base.path, len(specs), len(matched), share, tuple(prefixes))
 
     def __str__(self) -> str:
-        return (
-            f"{self.matched} of {self.tensors} tensors match the base ({self.share:.0%} of bytes)"
-        )
+        share = f"{self.share:.0%} of bytes"
+        renamed = "".join(f"; {prefix}" for prefix in self.prefixes)
+        return f"{self.matched} of {self.tensors} tensors match the base ({share}){renamed}"
 
     def check(self) -> None:
         """Raise if a delta would not be smaller than the model itself."""
@@ -163,11 +167,33 @@ class BaseMatch:
 
     def to_json(self) -> Json:
         """Return the JSON form."""
-        return {"tensors": self.tensors, "matched": self.matched, "share": self.share}
+        renamed = [asdict(prefix) for prefix in self.prefixes]
+        found = {"tensors": self.tensors, "matched": self.matched, "share": self.share}
+        return found | ({"prefixes": renamed} if renamed else {})
+
+
+def make_hint(base: Archive, model: str | None, revision: str | None) -> BaseHint:
+    """Return what a delta records about its base; raise if the chain of deltas becomes too long."""
+    if chain_length(base) >= MAX_CHAIN:
+        raise ConfigError(
+            f"{base.path} is the last of {MAX_CHAIN} deltas, the maximum of a chain; restore it,"
+            " and use the result as base"
+        )
+    if revision is not None and model is None:
+        raise ConfigError("base_revision (--base-revision) requires base_model (--base-model)")
+    if model is not None and not is_hub_name(model):
+        raise ConfigError(f"base_model: expected OWNER/NAME, got {model!r}")
+    found = describe_base(base)
+    return found if model is None else BaseHint(found.name, model, revision)
 
 
 def make_delta_source(
-    new: Archive, base: Archive, choose: Chooser, *, files: Mapping[str, Any] | None = None
+    new: Archive,
+    base: Archive,
+    choose: Chooser,
+    *,
+    hint: BaseHint = BaseHint(),  # noqa: B008 - frozen
+    files: Mapping[str, Any] | None = None,
 ) -> ArchiveSource:
     """Return the delta from `base` to `new`, to be written.
 
@@ -176,20 +202,25 @@ def make_delta_source(
     new.check_not_delta()
     base.check_not_delta()
     tied = new.tied()
+    plain = {
+        name: spec
+        for name in new
+        if name not in tied and (spec := new.spec(name)).dtype not in QUANTIZED_DTYPES
+    }  # those have scales beside their bytes
+    homes, _ = match_names(plain, {name: base.spec(name) for name in base})
+    names = {name: home for name, home in homes.items() if home != name}
     originals = store_originals(find_originals(new), new.keys(), new.path)
     entries: dict[str, list[str]] = {}
 
     def make_item(name: str) -> TensorSource:
-        spec = new.spec(name)
-        is_plain = spec.dtype not in QUANTIZED_DTYPES  # bytes without scales
-        has_base = is_plain and name in base and base.spec(name) == spec
+        spec, home = new.spec(name), homes.get(name)
         entries[name] = ["whole"]  # now, so that the order does not depend on threads
 
         def read(each: Each) -> Tensor | None:
             x = new.load_one(name, each)
-            if not has_base:
+            if home is None:
                 return x
-            y = base.load_one(name, each)
+            y = base.load_one(home, each)
             if bitwise_equal(x, y):
                 entries[name] = ["same", tensor_digest(y)]
                 return None
@@ -203,107 +234,27 @@ def make_delta_source(
     return ArchiveSource(
         [make_item(name) for name in new if name not in tied],
         tree=new.tree,
-        delta={"tensors": entries, "tied": tied, **(files or {})},
+        delta={
+            "tensors": entries,
+            "tied": tied,
+            **({"names": names} if names else {}),
+            **({"base": described} if (described := hint.to_json()) else {}),
+            **(files or {}),
+        },
         originals=originals,
     )
 
 
-@dataclass(frozen=True)
-class DeltaManifest:
-    """The manifest of a delta."""
-
-    tensors: Mapping[str, list[str]]
-    """Name -> [kind], or [kind, digest of the base tensor]."""
-    tied: Mapping[str, str]
-    index: str | None = None
-    """File name of the index of the original, if it was sharded."""
-    files: Mapping[str, list[str]] | None = None
-    """File -> tensors of the original, unless it was one file with the default name."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "DeltaManifest":
-        """Parse the JSON form."""
-        match data:
-            case {"tensors": dict(tensors), "tied": dict(tied)} if (
-                all(map(_is_entry, tensors.values()))
-                and tied.keys().isdisjoint(tensors)
-                and set(tied.values()) <= tensors.keys()
-                and _is_layout(data.get("index"), data.get("files"), tensors)
-            ):
-                return cls(tensors, tied, data.get("index"), data.get("files"))
-        raise CorruptFileError("malformed delta: missing or invalid tensor entries")
-
-    @classmethod
-    def from_archive(cls, delta: Archive) -> "DeltaManifest":
-        """Return the manifest of an archive; raise if it is not a delta."""
-        if delta.delta is None:
-            raise ConfigError(f"{delta.path} is not a delta")
-        with report_malformed(f"{delta.path}: delta"):
-            manifest = cls.from_json(delta.delta)
-        for name, entry in manifest.tensors.items():
-            if entry[0] != "same" and name not in delta:
-                raise CorruptFileError(f"{delta.path}: {name}: listed in the delta, but not found")
-        return manifest
-
-    @property
-    def base_digest(self) -> str:
-        """Digest of all tensors that are needed from the base."""
-        lines = [f"{name} {entry[1]}\n" for name, entry in self.tensors.items() if entry[1:]]
-        return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:32]
-
-
-def make_restored_source(delta: Archive, base: Archive) -> ArchiveSource:
-    """Return the original that a delta and its base represent, to be written or loaded."""
-    manifest = DeltaManifest.from_archive(delta)
-    base.check_not_delta()
-
-    def make_item(name: str, entry: list[str]) -> TensorSource:
-        if entry == ["whole"]:
-            return TensorSource(name, delta.spec(name), lambda each: delta.load_one(name, each))
-        if name not in base:
-            raise MismatchError(
-                f"{base.path}: {name}: not found; this is not the base of the delta"
-            )
-        kind, digest = entry
-
-        def read(each: Each) -> Tensor:
-            y = base.load_one(name, each)
-            if tensor_digest(y) != digest:
-                raise MismatchError(
-                    f"{base.path}: {name}: differs from the tensor that {delta.path} was made from"
-                )
-            if kind == "same":
-                return y
-            r = delta.load_one(name, each)
-            try:
-                return apply_residual(cast(ResidualKind, kind), r, y, each=each)
-            except CorruptFileError as error:
-                raise CorruptFileError(f"{delta.path}: {name}: {error}") from error
-
-        return TensorSource(name, base.spec(name), read)
-
-    items = [make_item(name, entry) for name, entry in manifest.tensors.items()]
-    source = ArchiveSource(items, manifest.tied, delta.tree)
-    names = [*manifest.tensors, *manifest.tied]
-    originals = store_originals(find_restored(delta, source), names, delta.path)
-    return replace(source, originals=originals)
-
-
-def find_restored(delta: Archive, source: ArchiveSource) -> Originals | None:
-    """Return the files that a delta was made from; None if it does not describe them completely."""
-    originals = read_originals(delta)
-    if originals is None:
-        return None
-    specs = {item.name: item.spec for item in source.items}
-    specs |= {name: specs[home] for name, home in source.tied.items()}
-    return originals if originals.describe_all(specs, source.tied) else None
-
-
-def tensor_digest(x: Tensor) -> str:
-    """Return the first 128 bits of SHA-256 over dtype, shape and bytes."""
-    digest = hashlib.sha256(f"{dtype_name(x.dtype)} {list(x.shape)}\n".encode())
-    digest.update(as_bytes(x).numpy().data)
-    return digest.hexdigest()[:32]
+def open_restored(
+    delta: StrPath | Archive,
+    base: StrPath | Archive | None,
+    storage_options: dict[str, Any] | None = None,
+) -> Archive:
+    """Return the model that a delta represents; raise `ConfigError` if it is not a delta."""
+    found = open_stored(delta, storage_options)
+    if found.residuals is not None and base is None:
+        return found
+    return resolve(found.residuals or found, base, storage_options)
 
 
 def estimate_bytes(name: str, x: Tensor, choose: Chooser) -> float:
@@ -342,30 +293,3 @@ def _coded_bytes(name: str, x: Tensor, choose: Chooser) -> int:
     if plan is None:
         return x.nbytes
     return min(sum(leaf.nbytes for _, leaf in encode(plan, x).leaves()), x.nbytes)
-
-
-def _is_entry(entry: object) -> bool:
-    match entry:
-        case ["whole"]:
-            return True
-        case [str(kind), str()]:
-            return kind == "same" or (kind in KINDS and kind != "whole")
-    return False
-
-
-def _is_layout(index: object, files: object, tensors: Json) -> bool:
-    """Return True if each tensor is in exactly one file and all file names are safe."""
-    if files is None:
-        return index is None
-    if not isinstance(files, dict) or not all(
-        _is_safe_name(file, ".safetensors") for file in files
-    ):
-        return False
-    if not (_is_safe_name(index, ".json") if index is not None else len(files) == 1):
-        return False
-    listed = [name for names in files.values() if isinstance(names, list) for name in names]
-    return all(isinstance(name, str) for name in listed) and sorted(listed) == sorted(tensors)
-
-
-def _is_safe_name(file: object, ending: str) -> bool:
-    return is_inside(file) and str(file).endswith(ending)

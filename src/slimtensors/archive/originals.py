@@ -181,6 +181,8 @@ def store_originals(originals: Originals | None, names: Sequence[str], path: str
 
 def _describe_files(archive: Archive) -> Originals | None:
     """Return the files of an archive; None if they are more, or other, than its plain tensors."""
+    if archive.residuals is not None:
+        return None
     plain = {
         (member.file.key, name)
         for name in archive

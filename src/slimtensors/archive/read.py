@@ -1,12 +1,12 @@
 """Read archives: open, load, inspect."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from slimtensors.storage import (
     weight_files,
 )
 from slimtensors.tensor import Spec, dtype_name
+
+if TYPE_CHECKING:
+    from slimtensors.archive.bases import Base
 
 T = TypeVar("T")
 
@@ -63,6 +66,8 @@ Progress = Callable[[int], object]
 class Archive:
     """An open file or folder. Opening reads headers only; tensors are decoded on demand.
 
+    The tensors of a delta are its residuals; `slimtensors.open` returns the model instead.
+
     Example:
         >>> import slimtensors, torch
         >>> _ = slimtensors.save({"weight": torch.eye(256)}, "model.safetensors")
@@ -76,6 +81,14 @@ class Archive:
         if isinstance(location, LocalLocation) and not location.path.exists():
             raise FileNotFoundError(explain_missing(str(location)))
         self._open(location, open_files(location, dialects.read_generation), is_listed=True)
+
+    @classmethod
+    def from_place(cls, location: Location) -> Self:
+        """Open the file or folder at a location."""
+        archive = cls.__new__(cls)
+        files = open_files(location, dialects.read_generation)
+        archive._open(location, files, is_listed=True)
+        return archive
 
     @classmethod
     def from_files(cls, paths: Sequence[Path]) -> Self:
@@ -105,6 +118,17 @@ class Archive:
         self._copies = contents.copies
         self.sources = contents.sources
         """File -> description of the plain files from which it was made."""
+        self.base: Base | None = None
+        """The base of a delta that is read as the model it represents."""
+        self.residuals: Archive | None = None
+        """The delta as it is stored, if it is read as the model it represents."""
+
+    def resolve(self, members: Mapping[str, Member], base: "Base | None") -> "Archive":
+        """Return the model that this delta represents, with these tensors."""
+        model = copy(self)
+        model._members, model.base, model.residuals = dict(members), base, self
+        model.owners = {name: name for name in members}
+        return model
 
     def select(self, names: Iterable[str]) -> "Archive":
         """Return an archive with a subset of the tensors."""
@@ -119,9 +143,14 @@ class Archive:
     encoded, packed = Renamed("read_encoded"), Renamed("read_packed")
     check_whole = Renamed("check_not_delta")
 
+    @property
+    def is_delta(self) -> bool:
+        """Whether the tensors are differences instead of weights."""
+        return self.delta is not None and self.residuals is None
+
     def check_not_delta(self) -> None:
         """Raise if this is a delta, which contains differences instead of weights."""
-        if self.delta is not None:
+        if self.is_delta:
             raise ConfigError(f"{self.path} is a delta; restore it first")
 
     def keys(self) -> list[str]:
@@ -153,7 +182,7 @@ class Archive:
             name,
             dtype_name(info.spec.dtype),
             info.spec.shape,
-            str(info.plan) if info.plan else "plain",
+            info.codec or (str(info.plan) if info.plan else "plain"),
             info.spec.nbytes,
             member.stored_bytes,
             member.file.name,
@@ -182,7 +211,8 @@ class Archive:
 
     def paths(self) -> list[str]:
         """Return all paths or URLs that are read: the one that was opened, and its files."""
-        return [self.path, *(file.name for file in self._files)]
+        base = self.base.paths() if self.base else []
+        return [self.path, *(file.name for file in self._files), *base]
 
     @property
     def has_index(self) -> bool:
@@ -351,11 +381,21 @@ class Archive:
             return read(member)
 
 
-def open(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Archive:
+def open(
+    path: StrPath,
+    *,
+    base: "StrPath | Archive | None" = None,
+    storage_options: dict[str, Any] | None = None,
+) -> Archive:
     """Open a file or folder; read its headers, and tensors on demand.
+
+    A delta is read as the model that it represents. Its base is `base`, else a model beside the
+    delta, in the cache of the hub, or in a folder of `SLIMTENSORS_BASES`; `archive.base.found`
+    describes it. Raises `MismatchError` if none has the tensors that the delta needs.
 
     Args:
         path: a safetensors file, a folder, an index file, or a URL supported by fsspec.
+        base: the base of a delta, a path or an open archive.
         storage_options: passed to fsspec.
 
     Example:
@@ -365,16 +405,33 @@ def open(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Arc
         ...     archive.info("weight").dense_bytes
         262144
     """
-    return Archive(path, storage_options=storage_options)
+    return open_archive(path, storage_options, base=base)
 
 
-def open_archive(
+def open_stored(
     archive: StrPath | Archive, storage_options: dict[str, Any] | None = None
 ) -> Archive:
-    """Open a path; return an archive that is already open."""
+    """Open a path, a delta as it is stored; return an archive that is already open."""
     if isinstance(archive, Archive):
         return archive
     return Archive(archive, storage_options=storage_options)
+
+
+def open_archive(
+    archive: StrPath | Archive,
+    storage_options: dict[str, Any] | None = None,
+    *,
+    base: StrPath | Archive | None = None,
+) -> Archive:
+    """Open a path, or use an archive that is already open; a delta is read as a model."""
+    from slimtensors.archive.bases import is_resolvable, resolve  # which open candidates
+
+    opened = open_stored(archive, storage_options)
+    if is_resolvable(opened):
+        return resolve(opened, base, storage_options)
+    if base is not None:
+        raise ConfigError(f"{opened.path} is not a delta that needs a base; omit base")
+    return opened
 
 
 def load(
@@ -383,6 +440,7 @@ def load(
     device: torch.device | str = "cpu",
     threads: int | None = None,
     run_compressed: bool = False,
+    base: StrPath | Archive | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load a file or folder into a dict, as it was passed to `save`. Reads any safetensors file.
@@ -393,6 +451,7 @@ def load(
         threads: number of threads; default: one per core.
         run_compressed: keep quantized and sparse matrices compressed in memory
             (`slimtensors.runtime`), mapped from the file, which must not change meanwhile.
+        base: the base of a delta; by default, it is searched for as `open` does.
         storage_options: passed to fsspec.
 
     Example:
@@ -401,7 +460,7 @@ def load(
         >>> slimtensors.load("state.safetensors")["step"]
         3
     """
-    with open(path, storage_options=storage_options) as archive:
+    with open(path, base=base, storage_options=storage_options) as archive:
         tensors = dict(archive.items(device=device, threads=threads, run_compressed=run_compressed))
         return rebuild_state(archive, tensors)
 
@@ -422,6 +481,8 @@ def rebuild_state(archive: Archive, tensors: dict[str, Tensor]) -> dict[str, Any
 def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:
     """Return how every tensor of a file or folder is stored; reads headers only.
 
+    For a delta, these are the residuals; unchanged tensors are not stored.
+
     Example:
         >>> import slimtensors, torch
         >>> _ = slimtensors.save({"weight": torch.eye(256)}, "model.safetensors")
@@ -429,5 +490,5 @@ def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> 
         >>> summary.tensors[0].name, summary.dense_bytes
         ('weight', 262144)
     """
-    with open(path, storage_options=storage_options) as archive:
+    with Archive(path, storage_options=storage_options) as archive:
         return archive.summary()

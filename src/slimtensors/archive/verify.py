@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.originals import find_originals, read_originals
-from slimtensors.archive.read import Archive, Progress, open
+from slimtensors.archive.read import Archive, Progress, open_archive, open_stored
 from slimtensors.codecs import TorchQuantized
 from slimtensors.errors import FormatError
 from slimtensors.parallel import Workers
@@ -53,17 +53,20 @@ def verify(
     path: StrPath,
     *,
     against: StrPath | None = None,
+    base: StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Verification:
     """Decode every tensor and check all checksums; compare bitwise with `against`, if given.
 
-    Raises `FormatError` if a file cannot be opened.
+    Raises `FormatError` if a file cannot be opened. The tensors of a delta are its residuals,
+    unless it is compared with a model, or `base` is given: then they are those of its model.
 
     Args:
         path: file, folder or URL to check.
         against: another archive that should contain the same tensors.
+        base: the base of a delta; if it is compared, the default is what `open` finds.
         threads: number of threads; default: one per core.
         progress: called with the number of stored bytes just processed.
         storage_options: passed to fsspec.
@@ -76,15 +79,20 @@ def verify(
     """
     damaged: dict[str, str] = {}
     different: dict[str, str] = {}
-    with open(path, storage_options=storage_options) as archive, Workers(threads) as workers:
-        other = open(against, storage_options=storage_options) if against is not None else None
+    archive = open_stored(path, storage_options)
+    other = open_stored(against, storage_options) if against is not None else None
+    if base is not None or (other is not None and archive.is_delta != other.is_delta):
+        archive = open_archive(archive, storage_options, base=base)
+        archive.check_not_delta()
         if other is not None:
-            if (archive.delta is None) != (other.delta is None):
-                archive.check_not_delta()
-                other.check_not_delta()
+            other = open_archive(other, storage_options)
+            other.check_not_delta()
+    with archive, Workers(threads) as workers:
+        if other is not None:
             different |= {name: f"only in {path}" for name in archive if name not in other}
             different |= {name: f"only in {against}" for name in other if name not in archive}
-            if (archive.tree, archive.delta) != (other.tree, other.delta):
+            deltas = [x.delta if x.is_delta else None for x in (archive, other)]
+            if archive.tree != other.tree or deltas[0] != deltas[1]:
                 different["<state>"] = "values that are not tensors differ"
 
         def check(name: str) -> str | FormatError:
@@ -114,7 +122,7 @@ def verify(
 def _find_source_problem(archive: Archive) -> str:
     """Return what is wrong with the description of the original files; empty if nothing is."""
     try:
-        if archive.delta is None:
+        if not archive.is_delta:
             find_originals(archive)
         elif originals := read_originals(archive):
             originals.check_parses()
@@ -124,7 +132,7 @@ def _find_source_problem(archive: Archive) -> str:
 
 
 def _compare_files(archive: Archive, other: Archive, *, is_equal: bool) -> FilesVerdict:
-    if archive.delta is not None:
+    if archive.is_delta:
         return "unknown"
     found, expected = find_originals(archive), find_originals(other)
     if found is None or expected is None:

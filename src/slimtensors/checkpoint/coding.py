@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive.copies import find_copies
-from slimtensors.archive.delta import estimate_bytes, tensor_digest
+from slimtensors.archive.delta import estimate_bytes
+from slimtensors.archive.delta_manifest import tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, source_from_tensors
 from slimtensors.checkpoint.pretrained import Names, PretrainedModel
 from slimtensors.checkpoint.profiles import FIRST, SECOND, WEIGHTS, Profile, StateTensorInfo

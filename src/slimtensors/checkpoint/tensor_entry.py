@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive
-from slimtensors.archive.delta import tensor_digest
+from slimtensors.archive.delta_manifest import tensor_digest
 from slimtensors.archive.dialects import check_copies
 from slimtensors.checkpoint.documents import Fields
 from slimtensors.codecs.residual import (

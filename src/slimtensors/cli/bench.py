@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import count_noun, format_bytes, format_table
 from slimtensors.cli import console
 from slimtensors.codecs import presets
@@ -210,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
     if not limit or limit < 1 or options.repeats < 1:
         raise ConfigError("--limit and --repeats must be at least 1")
     console.require_models(options.source)
-    with Archive(options.source) as archive:
+    with open_archive(options.source) as archive:
         archive.check_not_delta()
         tensors = list(_sample(archive, limit))
         whole = console.dense_bytes(archive)

@@ -183,7 +183,7 @@ def check_recipe_options(options: argparse.Namespace) -> None:
 def run_recipe(options: argparse.Namespace) -> int:
     """Apply the recipe and print its report."""
     check_recipe_options(options)
-    console.refuse_existing(options.output, options.source, force=options.force)
+    console.refuse_existing(options.output, options.source, options.base, force=options.force)
     recipe = Recipe.load(options.recipe)
     with_data = [modifier_name(modifier) for modifier in recipe.modifiers if needs_data(modifier)]
     if with_data and options.calibration is None:
@@ -292,6 +292,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     console.add_source(verb)
     console.add_target(verb, required=False)
+    console.add_base(verb)
     verb.add_argument("--preset", help=f"{', '.join(presets.PRESETS)} (default: lossless)")
     verb.add_argument(
         "--dialect",
@@ -342,7 +343,7 @@ def _run(options: argparse.Namespace, group: ProcessGroup) -> tuple[int, Summary
         raise ConfigError("torchrun supports model folders only, not --calibration or --dry-run")
     if not options.dry_run and group.rank == 0:  # rank 0 creates what the others would find
         console.refuse_existing(options.output, options.source, force=options.force)
-    with Archive(options.source) as archive:
+    with console.open_model(options) as archive:
         check_globs(archive, options.only + options.skip)
         parse_size(options.max_shard_size)
         total = console.dense_bytes(archive)

@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.checkpoint.manifest import is_checkpoint
 from slimtensors.errors import ConfigError, RankError, SlimError
 from slimtensors.folder.processes import (
@@ -36,6 +37,22 @@ from slimtensors.tensor import Json
 def add_source(verb: argparse.ArgumentParser) -> None:
     """Add the source argument."""
     verb.add_argument("source", help="a file, a folder, an index.json, or a URL (s3://...)")
+
+
+def add_base(verb: argparse.ArgumentParser) -> None:
+    """Add --base, for verbs that read deltas."""
+    verb.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="base of a delta (default: found by its content beside the delta, in the hub cache,"
+        " or in SLIMTENSORS_BASES)",
+    )
+
+
+def open_model(options: argparse.Namespace) -> Archive:
+    """Open the source; a delta is read as the model that it represents."""
+    require_models(*filter(None, (options.source, options.base)))
+    return open_archive(options.source, base=options.base)
 
 
 def add_target(

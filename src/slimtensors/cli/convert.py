@@ -3,7 +3,6 @@
 import argparse
 from typing import get_args
 
-from slimtensors.archive import Archive
 from slimtensors.cli import console
 from slimtensors.folder.convert import Kind, convert_folder
 from slimtensors.folder.weights import FolderOptions
@@ -19,6 +18,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     console.add_source(verb)
     console.add_target(verb)
     verb.add_argument("--to", required=True, choices=get_args(Kind), help="format of the weights")
+    console.add_base(verb)
     console.add_shard_size(verb)
     console.add_threads(verb)
     console.add_json(verb)
@@ -27,9 +27,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the sizes before and after."""
     console.require_models(options.source)
-    console.refuse_existing(options.output, options.source, force=options.force)
+    console.refuse_existing(options.output, options.source, options.base, force=options.force)
     with (
-        Archive(options.source) as archive,
+        console.open_model(options) as archive,
         console.progress(console.dense_bytes(archive), "convert") as bar,
     ):
         folder_options = FolderOptions(

@@ -18,6 +18,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     console.add_source(verb)
     console.add_target(verb)
+    console.add_base(verb)
     console.add_filters(verb, "write")
     console.add_threads(verb)
     console.add_json(verb)
@@ -26,10 +27,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Decompress, and print the size of the result."""
     console.require_models(options.source)
-    console.refuse_existing(options.output, options.source, force=options.force)
+    console.refuse_existing(options.output, options.source, options.base, force=options.force)
     keep = match_globs(options.only, options.skip)
-    with Archive(options.source) as archive:
-        archive.check_not_delta()
+    with console.open_model(options) as archive:
         check_globs(archive, options.only + options.skip)
         total = console.dense_bytes(archive.select(name for name in archive if keep(name)))
         with console.progress(total, "decompress") as bar:

@@ -10,9 +10,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from slimtensors.archive import Archive
+from slimtensors.archive.bases import describe_delta, is_resolvable
 from slimtensors.archive.summary import (
     Summary,
     TensorSummary,
+    count_noun,
     format_bytes,
     format_markdown,
     format_table,
@@ -83,6 +85,7 @@ EXAMPLES = ("slimtensors inspect my-model-slim --only '*.mlp.*'",)
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     console.add_source(verb)
+    console.add_base(verb)
     console.add_filters(verb, "show")
     verb.add_argument("--parts", action="store_true", help="show the size of each part")
     verb.add_argument(
@@ -103,6 +106,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table, or write the report page."""
+    if options.base is not None and (options.html is not None or is_run(options.source)):
+        raise ConfigError("--base applies to the list of tensors of a delta")
     if options.html is not None:
         return _page(options)
     if options.against is not None or options.force:
@@ -114,20 +119,47 @@ def run(options: argparse.Namespace) -> int:
     summary = _distributed(options) if is_distributed(options.source) else _archive(options)
     is_fitted = any("trellis" in tensor.codec for tensor in summary.tensors)
     fit = read_fit_report(options.source) if is_fitted else None
+    delta = _find_base(options)
     if options.json:
-        console.print_json(summary.to_json() | ({"fit": fit} if fit else {}))
+        extra = {"fit": fit, "delta": delta}
+        console.print_json(
+            summary.to_json() | {key: value for key, value in extra.items() if value}
+        )
         return 0
     layout = format_markdown if options.markdown else format_table
     rows = [*_rows(summary, with_parts=options.parts), _total(summary)]
     columns = len(_HEAD) if options.bound else len(_HEAD) - 1
     listing = layout(_HEAD[:columns], [row[:columns] for row in rows], left=4)
     loss = _describe_fit(fit) if fit else []
+    loss += [_describe_delta(delta)] if delta else []
     if options.markdown:
         card = model_card(summary, listing, read_config(options.source))
         print("\n\n".join([card, *(["\n".join(f"- {line}" for line in loss)] if loss else [])]))
     else:
         print("\n".join([listing, *loss]))
     return 0
+
+
+def _find_base(options: argparse.Namespace) -> Json | None:
+    """Return what a delta needs and the base that is found; None if the source is not a delta."""
+    archive = None
+    if not is_distributed(options.source):
+        archive = Archive(state_file(options.source))
+    if archive is None or not is_resolvable(archive):
+        if options.base is not None:
+            raise ConfigError(f"{options.source} is not a delta that needs a base; omit --base")
+        return None
+    return describe_delta(archive, options.base)
+
+
+def _describe_delta(delta: Json) -> str:
+    """Return a line about the base of a delta."""
+    need = f"{count_noun(delta['needed'], 'tensor')}, digest {delta['digest']}"
+    found = delta["found"]
+    if not delta["needed"]:
+        return "delta: no tensor needs the base"
+    where = f"{found['path']} (found by: {found['found_by']})" if found else "not found"
+    return f"delta of {delta['base'] or 'another model'} ({need}); base: {where}"
 
 
 def _describe_fit(fit: Json) -> list[str]:

@@ -3,21 +3,23 @@
 import argparse
 from functools import partial
 
-from slimtensors.archive import Archive
-from slimtensors.archive.delta import make_restored_source, restore
+from slimtensors.archive.delta import open_restored, restore
 from slimtensors.archive.summary import count_noun, format_bytes
 from slimtensors.cli import console
 from slimtensors.folder.compress import is_model_folder
 from slimtensors.folder.delta import restore_folder
 from slimtensors.storage import parse_size
 
-EXAMPLES = ("slimtensors restore my-finetune-delta --base my-model -o my-finetune",)
+EXAMPLES = (
+    "slimtensors restore my-finetune-delta -o my-finetune",
+    "slimtensors restore my-finetune-delta --base my-model -o my-finetune",
+)
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of this verb."""
     console.add_source(verb)
-    verb.add_argument("--base", required=True, help="the base that the delta was made from")
+    console.add_base(verb)
     console.add_target(verb)
     console.add_shard_size(verb)
     console.add_threads(verb)
@@ -26,18 +28,18 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the model and print its size."""
-    console.require_models(options.source, options.base)
+    console.require_models(*filter(None, (options.source, options.base)))
     console.refuse_existing(options.output, options.source, options.base, force=options.force)
     parse_size(options.max_shard_size)
-    delta, base = Archive(options.source), Archive(options.base)
-    total = sum(item.spec.nbytes for item in make_restored_source(delta, base).items)
+    model = open_restored(options.source, options.base)
+    total = console.dense_bytes(model)
     write = restore
     if is_model_folder(options.source):
         write = partial(restore_folder, replace=options.force)
     with console.progress(total, "restore") as bar:
         summary = write(
-            delta,
-            base,
+            model,
+            None,
             options.output,
             max_shard_size=options.max_shard_size,
             threads=options.threads,

@@ -26,6 +26,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--against", metavar="OTHER", help="compare all tensors bitwise with this archive"
     )
+    verb.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="base of a delta: decode its tensors, not only its own bytes",
+    )
     console.add_threads(verb)
     console.add_json(verb)
 
@@ -100,6 +105,7 @@ def _archive(options: argparse.Namespace) -> Verification:
         return verify(
             state_file(options.source),
             against=options.against,
+            base=options.base,
             threads=options.threads,
             progress=bar,
         )

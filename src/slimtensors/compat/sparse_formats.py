@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slimtensors.archive import Archive, save
+from slimtensors.archive import save
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.errors import ConfigError, suggest
 from slimtensors.folder.config_json import SparsityConfig
@@ -77,7 +78,7 @@ def load_compressed(
     """
     if compression_config is not None:
         find_preset(compression_config.format)
-    archive = Archive(compressed_tensors, storage_options=storage_options)
+    archive = open_archive(compressed_tensors, storage_options)
     return archive.items(device=device, threads=threads)
 
 

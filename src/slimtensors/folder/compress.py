@@ -247,7 +247,7 @@ def is_model_folder(source: StrPath, *, storage_options: dict[str, Any] | None =
 
 def is_compressed(archive: Archive) -> bool:
     """Return True if any tensor is not stored as plain safetensors."""
-    return any(archive.info(name).codec != "plain" for name in archive)
+    return archive.delta is not None or any(archive.info(name).codec != "plain" for name in archive)
 
 
 def match_globs(only: list[str], skip: list[str]) -> Keep:

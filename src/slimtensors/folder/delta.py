@@ -3,25 +3,28 @@
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace as replace_fields
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.decompress import make_exact_sources
 from slimtensors.archive.delta import (
     BaseMatch,
-    DeltaManifest,
-    find_restored,
     make_delta_source,
-    make_restored_source,
+    make_hint,
+    open_restored,
 )
-from slimtensors.archive.originals import Originals
+from slimtensors.archive.delta_manifest import BaseHint, DeltaManifest
+from slimtensors.archive.originals import Originals, find_originals
 from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary, merge_summaries
-from slimtensors.archive.write import ArchiveSource, write
+from slimtensors.archive.write import ArchiveSource, as_source, write
 from slimtensors.codecs import presets
 from slimtensors.folder.compress import is_compressed
 from slimtensors.folder.config_json import METHOD, add_section, remove_compression
+from slimtensors.folder.convert import main_dtype
 from slimtensors.folder.job import find_paths, replace_weights
 from slimtensors.folder.weights import FolderOptions
 from slimtensors.storage import (
@@ -32,7 +35,14 @@ from slimtensors.storage import (
     write_file_atomically,
     write_index,
 )
-from slimtensors.tensor import Json
+from slimtensors.tensor import Json, dtype_name
+
+_HOW_TO_LOAD = (
+    "Run `import slimtensors.transformers` before from_pretrained, with the base beside this"
+    " folder, in the cache of the hub, or in a folder of SLIMTENSORS_BASES; or write the complete"
+    " model with `slimtensors restore`."
+)
+"""Note for users who load the folder without slimtensors."""
 
 
 def diff_folder(
@@ -42,20 +52,24 @@ def diff_folder(
     *,
     replace: bool = False,
     unrelated: bool = False,
+    base_model: str | None = None,
+    base_revision: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write a folder whose weights are a delta from `base`, with the other files of `new`.
 
-    The weights are called `delta.safetensors` and `config.json` describes them, so that loaders do
-    not read the folder as a model.
+    The weights are called `delta.safetensors` and `config.json` describes them, so that loaders
+    without slimtensors do not read the folder as a model.
 
     Args:
         new, base: model folders, files or URLs, or open archives of them.
         target: folder or URL to write.
         replace: whether to replace an existing folder.
         unrelated: whether to accept a base with other tensors.
+        base_model, base_revision: name and revision of the base on the hub, with which its cache
+            is searched; by default those of a `base` in that cache.
         threads: number of threads; default: one per core.
         progress: called with the number of bytes just processed.
         storage_options: passed to fsspec.
@@ -68,17 +82,19 @@ def diff_folder(
         storage_options=storage_options,
     )
     after, before = open_archive(new, storage_options), open_archive(base, storage_options)
+    hint = make_hint(before, base_model, base_revision)
     if not unrelated:
         BaseMatch.of(after, before).check()
     was_compressed = is_compressed(after)
-    source = make_delta_source(after, before, presets.lossless, files=_describe_files(after))
+    files = _describe_files(after)
+    source = make_delta_source(after, before, presets.lossless, hint=hint, files=files)
 
     def write_delta(folder: Path) -> Summary:
         return write(source, folder / DELTA, options).summary()
 
     def describe(config: Json, summary: Summary) -> Json:
         original = remove_compression(config) if was_compressed else config
-        return add_section(original, _make_section(source, summary, before))
+        return add_section(original, _make_section(source, summary, hint, main_dtype(after)))
 
     sources = [*find_paths(after), *before.paths()]
     return replace_weights(
@@ -88,7 +104,7 @@ def diff_folder(
 
 def restore_folder(
     delta: StrPath | Archive,
-    base: StrPath | Archive,
+    base: StrPath | Archive | None,
     target: StrPath,
     *,
     max_shard_size: int | str | None = None,
@@ -101,7 +117,7 @@ def restore_folder(
 
     Args:
         delta: folder written by `diff_folder`.
-        base: the base passed to `diff_folder`.
+        base: the base passed to `diff_folder`; for None, it is searched for as `open` does.
         target: folder or URL to write.
         max_shard_size: maximum bytes per file, such as `"5GB"`; default: the original files.
         replace: whether to replace an existing folder.
@@ -117,10 +133,9 @@ def restore_folder(
         progress=progress,
         storage_options=storage_options,
     )
-    changes, before = open_archive(delta, storage_options), open_archive(base, storage_options)
-    source = make_restored_source(changes, before)
-    manifest = DeltaManifest.from_archive(changes)
-    originals = find_restored(changes, source)
+    model = open_restored(delta, base, storage_options)
+    source, originals = as_source(model), find_originals(model)
+    manifest = DeltaManifest.from_json(model.delta or {})
     plain = replace_fields(source, originals=None)
 
     def write_originals(folder: Path, originals: Originals) -> Summary:
@@ -149,11 +164,11 @@ def restore_folder(
         return merge_summaries(parts)
 
     return replace_weights(
-        changes.location,
+        model.location,
         target,
         write_weights,
         lambda config, _: remove_compression(config),
-        sources=[*find_paths(changes), *before.paths()],
+        sources=find_paths(model),
         options=options,
     )
 
@@ -180,18 +195,23 @@ def _select(source: ArchiveSource, names: Collection[str]) -> ArchiveSource:
     )
 
 
-def _make_section(source: ArchiveSource, summary: Summary, base: Archive) -> Json:
+def _make_section(
+    source: ArchiveSource, summary: Summary, hint: BaseHint, dtype: torch.dtype
+) -> Json:
     """Return the section of `config.json` that describes a delta."""
     manifest = DeltaManifest.from_json(source.delta or {})
     items = sum(item.spec.numel for item in source.items)
     kinds = Counter(entry[0] for entry in manifest.tensors.values())
+    on_hub = {"base_model": hint.model, "base_revision": hint.revision}
     return {
         "quant_method": METHOD,
+        "dtype": dtype_name(dtype),
         "delta": {
-            "base": PurePath(base.path).name,
+            "base": hint.name,
+            **{key: value for key, value in on_hub.items() if value is not None},
             "digest": manifest.base_digest,
             "tensors": dict(sorted(kinds.items())),
         },
         "bits_per_weight": round(8 * summary.stored_bytes / items, 3) if items else 0.0,
-        "how_to_load": "Run `slimtensors restore DELTA --base BASE -o MODEL` and load MODEL.",
+        "how_to_load": _HOW_TO_LOAD,
     }

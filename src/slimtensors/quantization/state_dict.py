@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.errors import ConfigError, MismatchError, SlimError, StatusError
 from slimtensors.quantization import formats
 from slimtensors.quantization.affine import Params
@@ -217,7 +217,7 @@ def load_pretrained_quantization_parameters(
     `CorruptFileError` if a scale is missing, `StatusError` if a weight is already frozen.
     """
     names = (*formats.SUFFIXES, *ACTIVATION_SUFFIXES)
-    with Archive(model_name_or_path) as archive:
+    with open_archive(model_name_or_path) as archive:
         for module in model.modules():
             if (state := get_quantization(module)) is None:
                 continue

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary, TensorSummary
 from slimtensors.checkpoint import state_file
 from slimtensors.checkpoint.store import StoredState
@@ -66,7 +67,7 @@ def open_tensors(
 ) -> ModelTensors:
     """Open a source; `summarize` may be `Archive.bounds` to include entropies."""
     path = state_file(source)
-    archive = Archive(path)
+    archive = open_archive(path)
     summaries = {t.name: t for t in summarize(archive).tensors if t.codec != "tied"}
     if path != source:
         return _open_checkpoint(StoredState(Path(source)), archive, summaries)

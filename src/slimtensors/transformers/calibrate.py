@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import DenseLayer, QuantizationSummary, Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, write
 from slimtensors.codecs import presets
@@ -98,7 +98,7 @@ def calibrate_folder(
         check_separate(locate(to, storage_options=options.storage_options), [source])
     data = Data.of(dataset)  # raises for missing data before the model is loaded
     model, tokenizer = _load(source, dtype)
-    with Archive(source, storage_options=options.storage_options) as archive:
+    with open_archive(source, options.storage_options) as archive:
         location, stored_dtype = archive.location, main_dtype(archive)
     if dtype is not None:
         config = _set_scale_dtype(config, stored_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import TensorSource
 from slimtensors.errors import ConfigError
@@ -150,7 +150,7 @@ def _read_originals(
     They are read from the folder of the model. Those of a module are copied.
     """
     if not isinstance(model, nn.Module):
-        archive = stack.enter_context(Archive(model, storage_options=options.storage_options))
+        archive = stack.enter_context(open_archive(model, options.storage_options))
         if all(source.name in archive for source in sources):
             return lambda name: archive.load_one(name, serially)
     copies = {source.name: as_tensor(source).clone() for source in sources}
@@ -237,7 +237,7 @@ def _write(
             return _write(folder, target, model, sources, report, options)
     if isinstance(source, nn.Module):
         return _write_file(target, sources, report, options)
-    with Archive(source, storage_options=options.storage_options) as archive:
+    with open_archive(source, options.storage_options) as archive:
         location, stored_dtype = archive.location, main_dtype(archive)
     stored_dtype = read_dtype(read_config(location)) or stored_dtype
     check_names(model, sources)

@@ -19,7 +19,7 @@ from slimtensors.tensor import Json, Spec, allocate, as_bytes, is_valid_text, vi
 
 KEY = "slimtensors"
 """Metadata key of the manifest."""
-VERSION = 3
+VERSION = 4
 """Newest format version of manifests; each is written in the lowest that describes its file."""
 
 MAX_COPIES = 15
@@ -71,6 +71,8 @@ class TensorInfo:
     """Bytes of each part; the sum is the stored size."""
     error: float | None = None
     """Relative RMS error of the stored values; None if lossless."""
+    codec: str = ""
+    """How it is stored, if `plan` does not describe it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +230,10 @@ class FileManifest:
         """The lowest format version that describes this manifest."""
         outline = 1 if self.tree is None else outline_version(self.tree)
         has_new_keys = self.generation is not None or self.source is not None or bool(self.copies)
-        return max(outline, 2) if has_new_keys or "copies" in (self.delta or {}) else outline
+        delta = self.delta or {}
+        if "names" in delta:
+            return 4
+        return max(outline, 2) if has_new_keys or "copies" in delta else outline
 
     def to_text(self, table: str) -> str:
         """Return the JSON line; `table` is the list of tensors that follows it in the header."""
