@@ -14,6 +14,7 @@ import slimtensors
 from slimtensors.errors import (
     ConfigError,
     CorruptFileError,
+    MismatchError,
     MissingDependencyError,
     UnsupportedVersionError,
 )
@@ -87,10 +88,12 @@ def test_weights_quantized_by_another_method_are_refused(folder):
     load_error(folder, ConfigError, "gptq.*slimtensors decompress")
 
 
-def test_a_delta_does_not_load_as_a_model(folder, tmp_path):
+def test_a_delta_without_its_base_is_refused(folder, tmp_path):
     compress_folder(folder, tmp_path / "new")
     diff_folder(tmp_path / "new", folder, tmp_path / "delta")
-    load_error(tmp_path / "delta", ConfigError, "restore it")
+    for name in ("new", "model"):
+        (tmp_path / name).rename(tmp_path / f".{name}")
+    load_error(tmp_path / "delta", MismatchError, "its base 'model' was not found")
 
 
 def test_compressed_weights_are_not_read_from_pickles(folder):

@@ -7,6 +7,8 @@ archive.
 """
 
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,8 +16,10 @@ from contextlib import ExitStack
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any, Self
+from weakref import finalize
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import (
     Concatenate,
@@ -32,6 +36,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from slimtensors.archive import Archive
+from slimtensors.archive.read import open_archive
 from slimtensors.checkpoint.store import STATE
 from slimtensors.codecs import Trellis
 from slimtensors.errors import (
@@ -60,6 +65,7 @@ from slimtensors.folder.experts import list_stack_patterns
 from slimtensors.parallel import Workers
 from slimtensors.quantization import QuantizationConfig
 from slimtensors.runtime import CompressedTensor, decode_ahead
+from slimtensors.storage import DELTA, SINGLE
 from slimtensors.tensor import Json, dtype_name, find_dtype
 from slimtensors.transformers.saving import Layout, StoredWeights, attach_saver
 from slimtensors.transformers.weights import QUANTIZED, CheckpointWeights, QuantizedArchive
@@ -94,18 +100,15 @@ class SlimConfig(QuantizationConfigMixin):
         checkpoint: bool = False,
         **unknown: Any,
     ) -> None:
-        if delta is not None:
-            raise ConfigError(
-                f"the folder is a delta of {delta.get('base')!r}, not a model; restore it first:"
-                " slimtensors restore DELTA --base BASE -o MODEL"
-            )
+        if not (delta is None or isinstance(delta, dict)):
+            raise ConfigError("config.json: quantization_config: delta must be a JSON object")
         if version > CHECKPOINT_VERSION:
             raise UnsupportedVersionError(
                 f"config.json: quantization_config: format version {version} is newer than the"
                 f" supported version {CHECKPOINT_VERSION}; upgrade slimtensors"
             )
         known = {"version", "preset", "dtype", "codecs", "bits_per_weight", "before"}
-        known |= {"run_compressed", "how_to_load", "original", "checkpoint"}
+        known |= {"run_compressed", "how_to_load", "original", "checkpoint", "delta"}
         for key in unknown:
             raise ConfigError(
                 f"config.json: quantization_config: unknown key {key!r}; {suggest(key, known)}"
@@ -121,6 +124,7 @@ class SlimConfig(QuantizationConfigMixin):
         self.how_to_load = how_to_load
         self.original = original
         self.checkpoint = checkpoint
+        self.delta = delta
 
 
 def find_section(config: Json) -> Json | None:
@@ -198,11 +202,13 @@ class SlimQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Set which file of weights transformers loads, in the only method called before that.
 
-        That of a checkpoint is not in `config.json`: loaders without slimtensors must find no
-        weights. Beside weights in parts, a sentence stops these loaders.
+        That of a checkpoint or delta is not in `config.json`: loaders without slimtensors must find
+        no weights. Beside weights in parts, a sentence stops these loaders.
         """
         if self.quantization_config.checkpoint:
             config.transformers_weights = STATE
+        elif self.quantization_config.delta is not None:
+            config.transformers_weights = DELTA
         elif stops_other_loaders(getattr(config, "transformers_weights", None)):
             del config.transformers_weights
         return config
@@ -246,6 +252,8 @@ class SlimQuantizer(HfQuantizer):
                 run_compressed=self.quantization_config.run_compressed,
                 is_checkpoint=self.quantization_config.checkpoint,
             )
+            if self._reader.is_delta:
+                checkpoint_files[:] = [self._reader.write_outline()]
             attributes: Any = model
             self._ignored_keys = attributes._keys_to_ignore_on_load_unexpected
             if self._reader.other_keys:
@@ -264,6 +272,8 @@ class SlimQuantizer(HfQuantizer):
                 model.tie_weights(recompute_mapping=False)  # tied weights are two files on disk
             if self._reader.run_compressed:
                 decode_ahead([model])  # its modules are defined in the order in which they run
+        if self.quantization_config.delta is not None:
+            del model.config.transformers_weights
         if self.quantization_config.checkpoint:
             del model.config.transformers_weights
             model._weight_conversions = None  # saved like a model that was not loaded
@@ -318,13 +328,39 @@ class Reader:
             others = set(self._stored) - self._archive.owners.keys()
             self.other_keys = {f"^{re.escape(key)}$" for key in others}
         else:
-            self._stored.check_not_delta()
+            with torch.device("cpu"):  # models are created on the device `meta`
+                self._stored = self._archive = open_archive(self._stored)
             if quantization is not None:
                 self._archive = QuantizedArchive(self._stored, quantization, model)
         self._resources = ExitStack()
         self._workers = self._resources.enter_context(Workers())
         self._used: set[str] = set()
         self._has_compressed = False
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the files contain differences from a base."""
+        return self._stored.residuals is not None
+
+    def write_outline(self) -> str:
+        """Write a file with the names of all tensors of a delta, and return its path.
+
+        transformers finds the names of tensors only in files, and those that a delta shares with
+        its base are not in its own. The file is removed with this object.
+        """
+        folder = tempfile.mkdtemp(prefix="slimtensors-")
+        finalize(self, shutil.rmtree, folder)
+        tied = self._stored.tied()
+        path = Path(folder, SINGLE)
+        save_file(
+            {
+                x: torch.empty(0, dtype=torch.uint8, device="cpu")
+                for x in self._stored
+                if x not in tied
+            },
+            path,
+        )
+        return str(path)
 
     @property
     def owners(self) -> Mapping[str, str]:
@@ -356,7 +392,12 @@ class Reader:
         return bool(plans) and all(plan and isinstance(plan.codec, Trellis) for plan in plans)
 
     def describe(self, layout: Layout | None) -> StoredWeights:
-        """Return how the weights are stored, given the layout in `config.json`."""
+        """Return how the weights are stored, given the layout in `config.json`.
+
+        A model that was loaded from a delta is saved like one with dense weights.
+        """
+        if self.is_delta:
+            return StoredWeights()
         if self._quantization is not None:
             return StoredWeights(Layout(QUANTIZED), self.files, self._quantization)
         owners = self._stored.owners
