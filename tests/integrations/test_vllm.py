@@ -16,7 +16,7 @@ from strategies import same_bits
 import slimtensors
 from slimtensors.codecs import Trellis
 from slimtensors.codecs.plan import Plan
-from slimtensors.errors import ConfigError, CorruptFileError, FormatError
+from slimtensors.errors import CorruptFileError, FormatError, MismatchError
 from slimtensors.folder import compress_folder
 from slimtensors.integrations import vllm
 from slimtensors.integrations.vllm import is_tested, restore_section
@@ -326,14 +326,51 @@ def test_a_section_of_sparse_parts_is_recognized(tmp_path, config, weights):
     assert not vllm.has_sparse_parts(SimpleNamespace(quantization_config=None))
 
 
-def test_a_delta_is_refused_with_the_name_of_its_base(tmp_path, config, weights):
-    for name, scale in (("base", 1.0), ("new", 1.01)):
-        moved = {key: x * scale if x.is_floating_point() else x for key, x in weights.items()}
-        folder = save(moved, tmp_path / name, preset="dense", max_shard_size=None)
+@pytest.fixture
+def delta(tmp_path, weights):
+    """A folder with a delta, and the weights of its model: changed, equal, and new ones."""
+    moved = {name: x * 1.01 if "mlp" in name else x for name, x in weights.items()}
+    del moved["model.codes"]
+    moved["model.added"] = torch.ones(7)
+    for name, table in (("base", weights), ("new", moved)):
+        folder = save(table, tmp_path / name, preset="dense", max_shard_size=None)
         (folder / "config.json").write_text('{"model_type": "llama"}')
     slimtensors.folder.diff_folder(tmp_path / "new", tmp_path / "base", tmp_path / "delta")
-    with pytest.raises(ConfigError, match=r"delta from 'base'.*slimtensors restore"):
-        restore_section(config(tmp_path / "delta"))
+    return tmp_path / "delta", moved
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_stream_of_a_delta_is_that_of_its_model(delta, config, partial):
+    folder, expected = delta
+    assert restore_section(config(folder)) == {}
+    assert len(list(stream(folder))) < len(expected)
+    loaded = decode(folder, partial=partial)
+    assert loaded.keys() == expected.keys()
+    assert all(same_bits(loaded[name].clone(), x) for name, x in expected.items())
+
+
+def test_a_delta_without_changes_is_the_base(delta, tmp_path, weights):
+    slimtensors.folder.diff_folder(tmp_path / "base", tmp_path / "base", tmp_path / "equal")
+    assert not list(stream(tmp_path / "equal"))
+    loaded = decode(tmp_path / "equal")
+    assert all(same_bits(loaded[name], x) for name, x in weights.items())
+
+
+def test_other_sources_of_weights_follow_those_of_a_delta(delta):
+    folder, expected = delta
+    names = [*stream(folder), ("encoder.weight", torch.ones(3))]
+    loaded = dict(decode_weights(names, Folder("name", lambda: folder)))
+    assert list(loaded) == [*expected, "encoder.weight"]
+
+
+def test_the_base_of_a_delta_may_be_named(delta, tmp_path):
+    folder, expected = delta
+    (tmp_path / "base").rename(tmp_path / ".elsewhere")
+    with pytest.raises(MismatchError, match="its base 'base' was not found"):
+        decode(folder)
+    named = Folder("name", lambda: folder, tmp_path / ".elsewhere")
+    loaded = dict(decode_weights(stream(folder), named))
+    assert all(same_bits(loaded[name], x) for name, x in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import logging
 import re
 from functools import cache
 
-from slimtensors.errors import ConfigError
 from slimtensors.folder.config_json import (
-    METHOD,
     SECTIONS,
     read_method,
     read_quantization_section,
@@ -69,13 +67,8 @@ def is_tested(version: str) -> bool:
 def restore_section(section: Json) -> Json | None:
     """Return the `quantization_config` from before compression; None if it is not one of ours.
 
-    Empty if the weights were not quantized. Raises if the folder is not a complete model.
+    Empty if the weights were not quantized.
     """
-    if section.get("quant_method") == METHOD and isinstance(delta := section.get("delta"), dict):
-        raise ConfigError(
-            f"the weights are a delta from {delta.get('base')!r}, which vLLM cannot load; write the"
-            " complete folder with `slimtensors restore DELTA --base BASE -o MODEL`"
-        )
     config = {"quantization_config": section}
     before = remove_compression(config)
     if before == config:

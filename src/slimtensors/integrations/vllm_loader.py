@@ -27,6 +27,8 @@ from slimtensors.tensor import Json
 
 FORMATS = ("auto", "hf", "safetensors")
 """Values of `--load-format` for which vLLM reads safetensors files with its default loader."""
+BASE = "base"
+"""Key of `--model-loader-extra-config`: the base of a delta."""
 
 
 def register_classes() -> None:
@@ -44,6 +46,12 @@ class SlimLoader(DefaultModelLoader):
     def __init__(self, load_config: Any) -> None:
         if load_config.load_format == METHOD:
             load_config = replace(load_config, load_format="auto")
+        options = load_config.model_loader_extra_config
+        self._base: str | None = None
+        if isinstance(options, dict) and BASE in options:
+            self._base = str(options[BASE])
+            others = {key: value for key, value in options.items() if key != BASE}
+            load_config = replace(load_config, model_loader_extra_config=others)
         super().__init__(load_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -55,7 +63,7 @@ class SlimLoader(DefaultModelLoader):
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights of a model, decoded."""
-        folder = Folder(model_config.model, lambda: self._find_path(model_config))
+        folder = Folder(model_config.model, lambda: self._find_path(model_config), self._base)
         sparse = has_sparse_parts(model_config.hf_config)
         weights = super().get_all_weights(model_config, model)
         yield from decode_weights(weights, folder, sparse=sparse, partial=count_ranks() > 1)

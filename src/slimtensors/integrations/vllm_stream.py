@@ -30,6 +30,7 @@ from slimtensors.archive.dialects.compressed_tensors import (
 )
 from slimtensors.archive.dialects.entries import StoredEntry, checksum
 from slimtensors.archive.dialects.slim import is_blob, parse_blob, parse_header
+from slimtensors.archive.read import open_archive
 from slimtensors.codecs import Bins, Huffman, Trellis
 from slimtensors.codecs.plan import Encoded, decode, decode_into, decode_parts, rebuild
 from slimtensors.codecs.protocol import has_random_access
@@ -58,7 +59,8 @@ def decode_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a stream, in its order, with compressed tensors decoded.
 
-    The next tensors are decoded on other threads while the caller uses one.
+    Those of a delta come first, in the order of its model. The next tensors are decoded on other
+    threads while the caller uses one.
 
     Args:
         weights: names and stored tensors, as vLLM reads them from files.
@@ -69,20 +71,23 @@ def decode_weights(
     """
     stored = (StoredTensor(name, {"": x}) for name, x in folder.explain_errors(weights))
     stream = join_parts(stored) if sparse else stored
-    passed = []
+    passed: list[str] = []
     for first in stream:
         if first.is_compressed or folder.is_damaged(first):
+            stream = chain([first], stream)
             break
         passed.append(first.name)
         yield first.name, first.parts[""]  # at once: files of others are read as without us
     else:
-        return
+        if passed:  # a delta without changes contains no tensors
+            return
     folder.open()
+    stream = folder.expand_delta(stream)
     pages, buffers = MappedPages(), BufferPool()
     with Workers(_count_threads()) as workers:
         folder.check_plain(passed, workers.each)
         if partial:
-            yield from _defer(chain([first], stream), folder, pages, workers)
+            yield from _defer(stream, folder, pages, workers)
             return
 
         def load(item: StoredTensor) -> tuple[str, Tensor]:
@@ -93,7 +98,7 @@ def decode_weights(
                 pages.release(item.parts.values())
             return item.name, x
 
-        yield from workers.in_order(load, chain([first], stream), lambda item: item.decoded_bytes)
+        yield from workers.in_order(load, stream, lambda item: item.decoded_bytes)
         yield from folder.load_copies(workers.each)
 
 
@@ -256,6 +261,27 @@ class StoredTensor:
         return self.parts[""].cpu().contiguous().numpy().data
 
 
+@dataclass(frozen=True)
+class DeltaTensor(StoredTensor):
+    """A tensor of a delta, which is decoded with its base."""
+
+    archive: Archive
+
+    is_compressed = True
+
+    @cached_property
+    def decoded_spec(self) -> Spec:
+        """Dtype and shape of the tensor."""
+        return self.archive.spec(self.name)
+
+    def decode(self, each: Each, buffers: "BufferPool | None" = None) -> Tensor:
+        """Return the tensor, in memory of its own."""
+        return self.archive.load_one(self.name, each)
+
+    def decode_rows(self, begin: int, end: int, each: Each) -> None:
+        """Return None: the digest of the base covers whole tensors."""
+
+
 def join_parts(stream: Iterable[StoredTensor]) -> Iterator[StoredTensor]:
     """Yield the tensors of a stream, with the parts of each sparse tensor joined.
 
@@ -288,16 +314,30 @@ class Folder:
     """Path, or name on a hub."""
     find_path: Callable[[], StrPath | None]
     """Returns the local path, or None if there is none."""
+    base: StrPath | None = None
+    """The base of a delta; None to search for it."""
     archive: Archive | None = None
 
     def open(self) -> None:
-        """Open all files and check their headers, unless none are found under a usual name."""
+        """Open all files and check their headers, unless none are found under a usual name.
+
+        Raises if this is a delta whose base is not found.
+        """
         if self.archive is None and (path := self.find_path()) is not None:
             try:
-                self.archive = Archive(path)
+                self.archive = open_archive(path, base=self.base)
             except FileNotFoundError as error:
                 if isinstance(error, SlimError):
                     raise
+
+    def expand_delta(self, stream: Iterator[StoredTensor]) -> Iterator[StoredTensor]:
+        """Return the stream with the tensors of the model in place of the residuals of a delta."""
+        archive = self.archive
+        if archive is None or (residuals := archive.residuals) is None:
+            return stream
+        tied = archive.tied()
+        tensors = (DeltaTensor(name, {}, archive) for name in archive if name not in tied)
+        return chain(tensors, (item for item in stream if item.name not in residuals))
 
     def is_damaged(self, item: StoredTensor) -> bool:
         """Return True if a plain tensor is listed as a blob."""
