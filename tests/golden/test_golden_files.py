@@ -72,6 +72,14 @@ def test_a_golden_delta_restores_to_the_bits_that_went_in(tmp_path):
     assert describe(slimtensors.load(target)) == expected(folder / "file")
 
 
+@pytest.mark.parametrize("path", ["1/deltas/file", "1/deltas/folder", "4/names/delta"])
+def test_a_golden_delta_loads_with_the_base_beside_it(path):
+    file = SLIM / path if (SLIM / path).is_dir() else SLIM / f"{path}.safetensors"
+    with slimtensors.open(file) as archive:
+        assert archive.base.found.found_by == "sibling"
+    assert describe(slimtensors.load(file)) == expected(SLIM / path)
+
+
 def test_a_golden_delta_of_a_folder_restores_to_the_same_files(tmp_path):
     folder = VERSION_1 / "deltas"
     files = read_manifest(folder / "folder" / "delta.safetensors")["delta"]["files"]

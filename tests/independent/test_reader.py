@@ -156,6 +156,13 @@ def test_deltas():
         assert sorted(describe(found)["items"]) == sorted(expected(folder / name)["items"])
 
 
+def test_a_delta_with_other_names():
+    folder = SLIM / "4" / "names"
+    base, delta = (open_archive(folder / f"{name}.safetensors") for name in ("base", "delta"))
+    found = deltas.restore(delta, base)
+    assert sorted(describe(found)["items"]) == sorted(expected(folder / "delta")["items"])
+
+
 def test_original_files():
     folder = SLIM / "2" / "originals"
     want = json.loads((folder / "expected-sums.json").read_bytes())

@@ -80,7 +80,10 @@ def make_folders(log, root):
         moved.model.norm.weight += 0.5
     moved.save_pretrained(root / "moved")
     diff_folder(root / "moved", root / "llama", root / "delta")
-    return sorted(path.name for path in root.iterdir() if (path / "config.json").exists())
+    (root / "alone").mkdir()  # where it has no base beside it
+    diff_folder(root / "moved", root / "llama", root / "alone" / "delta")
+    names = [path.name for path in root.iterdir() if (path / "config.json").exists()]
+    return sorted([*names, "alone/delta"])
 
 
 def add_section(source, target, section):

@@ -191,9 +191,17 @@ def test_a_folder_that_lacks_a_weight_is_refused(loaded, models):
 
 
 @pytest.mark.oldest
-def test_a_delta_is_refused_with_the_name_of_its_base(loaded):
-    with pytest.raises(EngineError, match=r"delta from 'llama'.*slimtensors restore"):
-        loaded("delta", answers=False)
+def test_a_delta_loads_bit_for_bit_and_answers_the_same(loaded):
+    dense, delta = loaded("moved", plugins="none"), loaded("delta")
+    assert delta["ranks"][0]["hash"] == dense["ranks"][0]["hash"]
+    assert delta["ranks"][0]["methods"] == dense["ranks"][0]["methods"]
+    assert delta["tokens"] == dense["tokens"]
+    assert delta["logprobs"] == dense["logprobs"]
+
+
+def test_a_delta_without_its_base_is_refused_with_its_name(loaded):
+    with pytest.raises(EngineError, match=r"is a delta, and its base 'llama' was not found"):
+        loaded("alone/delta", answers=False)
 
 
 @pytest.mark.parametrize(

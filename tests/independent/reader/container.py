@@ -87,7 +87,7 @@ def read_file(raw):
 def read_manifest(text):
     """Parse a manifest and check its own checksum."""
     manifest = json.loads(text)
-    check(manifest["version"] in (1, 2, 3), "unknown version")
+    check(manifest["version"] in (1, 2, 3, 4), "unknown version")
     before, _, _ = text.rpartition(',"crc32c":')
     check(crc32c(before.encode()) == manifest["crc32c"], "manifest checksum")
     return manifest

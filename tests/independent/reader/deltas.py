@@ -9,17 +9,19 @@ from independent.reader.tensor import check, exponents, from_words, is_float
 def restore(delta, base):
     """Return the tensors of a delta; `delta` and `base` are archives."""
     about, stored, before = delta.manifest["delta"], delta.tensors(), base.tensors()
+    names = about.get("names", {})
     found = {}
     for name, entry in about["tensors"].items():
+        home = names.get(name, name)
         match entry:
             case ["whole"]:
                 found[name] = stored[name]
             case ["same", digest]:
-                check(compute_digest(before[name]) == digest, f"{name}: another base")
-                found[name] = before[name]
+                check(compute_digest(before[home]) == digest, f"{home}: another base")
+                found[name] = before[home]
             case [kind, digest]:
-                check(compute_digest(before[name]) == digest, f"{name}: another base")
-                found[name] = add_difference(kind, stored[name], before[name])
+                check(compute_digest(before[home]) == digest, f"{home}: another base")
+                found[name] = add_difference(kind, stored[name], before[home])
     for name, home in about["tied"].items():
         found[name] = found[home]
     return found
