@@ -20,10 +20,10 @@ def make(folder: Path) -> None:
     target.mkdir(parents=True)
     torch.manual_seed(0)
     base = {
-        "bert.encoder.0.weight": torch.randn(48, 64).bfloat16(),
-        "bert.encoder.1.weight": torch.randn(48, 64),
-        "bert.norm": torch.randn(700),
-        "head": torch.randn(90),
+        "bert.encoder.0.weight": torch.randn(20, 32).bfloat16(),
+        "bert.encoder.1.weight": torch.randn(20, 32),
+        "bert.norm": torch.randn(60),
+        "head": torch.randn(9),
     }
     new = {name.removeprefix("bert."): x for name, x in base.items()}
     new["encoder.0.weight"] = (new["encoder.0.weight"].float() * 1.01).bfloat16()
