@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slimtensors.archive.delta import tensor_digest
+from slimtensors.archive.delta_manifest import tensor_digest
 from slimtensors.archive.read import Archive
 from slimtensors.checkpoint.documents import is_plain_name
 from slimtensors.checkpoint.manifest import PretrainedBase, is_checkpoint, is_local_path

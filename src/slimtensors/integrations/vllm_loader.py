@@ -135,7 +135,7 @@ class SlimMethod(QuantizationConfig):
         hf_quant_cfg.clear()
         hf_quant_cfg.update(before)
         for config in (hf_config, getattr(hf_config, "text_config", None)):  # a copy, or equal
-            if getattr(config, "quantization_config", None) is None:
+            if config is None or getattr(config, "quantization_config", None) is None:
                 continue
             if before:
                 config.quantization_config = dict(before)

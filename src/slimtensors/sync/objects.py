@@ -16,7 +16,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from slimtensors.archive import Archive
-from slimtensors.archive.delta import DeltaManifest, estimate_bytes, tensor_digest
+from slimtensors.archive.delta import estimate_bytes
+from slimtensors.archive.delta_manifest import DeltaManifest, tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
 from slimtensors.codecs.residual import ResidualKind, apply_residual, choose_residual

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slimtensors.archive import Progress
 from slimtensors.archive.decompress import make_exact_sources
-from slimtensors.archive.delta import tensor_digest
+from slimtensors.archive.delta_manifest import tensor_digest
 from slimtensors.archive.dialects.entries import check_version
 from slimtensors.archive.originals import Originals
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
