@@ -101,8 +101,7 @@ PUBLIC = [
     *(f"slimtensors.{name}" for name in ("checkpoint", "codecs", "quantization", "runtime")),
     *(f"slimtensors.{name}" for name in ("layerwise", "folder", "compat", "archive")),
     *(f"slimtensors.{name}" for name in ("transformers", "transformers.compression")),
-    *(f"slimtensors.{name}" for name in ("checkpoint.distributed", "recipe", "report")),
-    "slimtensors.sync",
+    *(f"slimtensors.{name}" for name in ("checkpoint.distributed", "recipe", "report", "sync")),
 ]
 """The packages from which users import."""
 
