@@ -491,6 +491,12 @@ def test_a_limit_of_file_sizes_stops_both_sides_cleanly(tmp_path):
     assert_equal(served, state)
 
 
+def test_a_file_url_is_a_folder(tmp_path):
+    state = make_state()
+    publish(f"file://{tmp_path}/run", state, [0])
+    assert_follows(tmp_path / "run", state)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

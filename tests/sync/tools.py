@@ -2,13 +2,11 @@
 
 import errno
 import os
-import signal
 import threading
 from contextlib import contextmanager
 
 import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from strategies import same_bits
 
@@ -96,20 +94,7 @@ class Stubborn(MemoryFileSystem):
         return super().put_file(*args, **options)
 
 
-class Deadly(LocalFileSystem):
-    """Local files; the process dies when it is about to write a certain file."""
-
-    protocol = "deadly"
-    victim = ""
-
-    def pipe_file(self, path, *args, **options):
-        if path.endswith(Deadly.victim):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().pipe_file(path, *args, **options)
-
-
 fsspec.register_implementation("stubborn", Stubborn, clobber=True)
-fsspec.register_implementation("deadly", Deadly, clobber=True)
 
 
 @contextmanager

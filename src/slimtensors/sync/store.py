@@ -34,6 +34,7 @@ _RANGE = 16 << 20
 """Bytes per request when a large file is downloaded."""
 _CONDITIONAL = {"s3", "s3a", "gs", "gcs"}
 """File systems whose servers refuse to replace a file on request."""
+_LOCAL = {"file", "local"}
 
 _memory_lock = threading.Lock()
 """Makes `exists` and `write` one step for the stores of this process."""
@@ -66,7 +67,10 @@ class Store:
     """The versions of a model at a path or URL."""
 
     def __init__(self, url: StrPath, storage_options: dict[str, Any] | None = None) -> None:
-        self._location = locate(url, storage_options=storage_options)
+        location = locate(url, storage_options=storage_options)
+        if isinstance(location, RemoteLocation) and _LOCAL & set(location.protocols):
+            location = LocalLocation(Path(location.path))  # writes files atomically
+        self._location = location
         self.traffic = Traffic()
 
     def __str__(self) -> str:
@@ -133,6 +137,8 @@ class Store:
             path = Path(folder) / name
             write(path)
             described = _describe_file(path)
+            if not _CONDITIONAL & set(location.protocols):
+                location.parent().make_folder()
             location.upload(path)
         self.traffic.add(described.size)
         return described
@@ -233,6 +239,7 @@ class Store:
         with _memory_lock:
             if location.exists():
                 return False
+            location.parent().make_folder()
             location.write(data)
             return True
 
