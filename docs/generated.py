@@ -23,9 +23,24 @@ def _verb(name: str, verb: argparse.ArgumentParser) -> str:
     lines = [f"## {name}", "", verb.description or "", "", "```text"]
     lines += [line.strip() for line in examples.splitlines()]
     lines += ["```", "", "| | |", "|---|---|"]
-    actions = [action for action in verb._actions if action.dest != "help"]
-    lines += [f"| `{_name(action)}` | {_cell(action.help or '')} |" for action in actions]
+    for part in _parts(verb):
+        if part is not verb:
+            lines.append(f"| **{part.prog.split()[-1]}** | |")
+        actions = [a for a in part._actions if a.dest != "help" and not _is_nested(a)]
+        lines += [f"| `{_name(action)}` | {_cell(action.help or '')} |" for action in actions]
     return "\n".join(lines)
+
+
+def _is_nested(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
+
+
+def _parts(verb: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a verb and the parsers of its actions."""
+    yield verb
+    for action in verb._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
 
 
 def _name(action: argparse.Action) -> str:

@@ -30,6 +30,7 @@ VERBS = {
     "diff": "store a model as its exact difference from a base",
     "restore": "write the whole model from a delta and its base",
     "pool": "keep many models in one folder, with equal tensors stored once",
+    "sync": "publish versions of a model, follow or list them",
     "bench": "compare our presets with other compressors on your tensors",
     "codecs": "list the available codecs",
     "demo": "store a model in every way and show what each costs",

@@ -134,18 +134,7 @@ class Follower:
         route, patches = self._stage(numbers, tensors, position)
         for patch in patches:
             apply_patch(patch, tensors[patch.name])
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._position = route.target.number
-        traffic = self.traffic.since(before)
-        return Update(
-            number=route.target.number,
-            step=route.target.step,
-            versions=len(route.deltas) + route.is_keyframe,
-            from_keyframe=route.is_keyframe,
-            tensors=len(patches),
-            bytes=traffic.bytes,
-            requests=traffic.requests,
-        )
+        return self._finish(route, owner, len(patches), before)
 
     def patches(self) -> Iterator[Patch]:
         """Yield what changed since the last call, all tensors in whole at the first one.
@@ -177,13 +166,32 @@ class Follower:
                     yield replace(patch, name=alias)
         self._is_delivered = True
 
-    def load(self) -> tuple[Version, dict[str, Tensor]]:
-        """Return the newest version and its tensors."""
+    def load(self) -> tuple[Update, dict[str, Tensor]]:
+        """Return the tensors of the newest version, which `update` may change later."""
+        before = self.traffic.copy()
         numbers, _ = self._find_newest()
         route, patches = self._stage(numbers, None, None)
         tensors = {patch.name: patch.values for patch in patches}
-        tied = {alias: tensors[home] for alias, home in route.target.tied.items()}
-        return route.target, tensors | tied
+        tensors |= {alias: tensors[home] for alias, home in route.target.tied.items()}
+        owner = next(iter(tensors.values()), None)
+        return self._finish(route, owner, len(patches), before), tensors
+
+    def _finish(
+        self, route: Route, owner: nn.Module | Tensor | None, tensors: int, before: Traffic
+    ) -> Update:
+        """Note which version a model has now, and describe how it got there."""
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._position = route.target.number
+        traffic = self.traffic.since(before)
+        return Update(
+            number=route.target.number,
+            step=route.target.step,
+            versions=len(route.deltas) + route.is_keyframe,
+            from_keyframe=route.is_keyframe,
+            tensors=tensors,
+            bytes=traffic.bytes,
+            requests=traffic.requests,
+        )
 
     def _find_newest(self) -> tuple[list[int], Version]:
         """Return the numbers of all versions, and the newest one."""

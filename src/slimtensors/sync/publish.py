@@ -220,6 +220,11 @@ class Publisher:
             self._newest, self._seal = self._store.read(start["number"])
             self._run = self._newest.run
 
+    @property
+    def newest(self) -> Version | None:
+        """The newest version of the store, also of an earlier publisher."""
+        return self._newest
+
     def publish(self, step: int, *, keyframe: bool = False) -> None:
         """Copy the current tensors, and publish them in the background as the next version.
 
@@ -468,12 +473,12 @@ class Publisher:
         if {name: tensor.spec for name, tensor in self._newest.tensors.items()} != specs:
             return None
         try:
-            version, tensors = Follower(self._store, self._options.threads).load()
+            update, tensors = Follower(self._store, self._options.threads).load()
         except (FormatError, FileNotFoundError) as error:
             _log.warning("%s; publishing a keyframe instead of a delta", error)
             return None
-        if version.number != self._newest.number:
-            raise InUseError(f"{self._store}: another process has published {version.number}")
+        if update.number != self._newest.number:
+            raise InUseError(f"{self._store}: another process has published {update.number}")
         base = {key: tensors[key] for key in job.tensors}
         digests = {key: digest_tensor(x) for key, x in base.items()}
         return _Job(0, base, job.shards, {}, Snapshot(), False, 0, digests=digests)
