@@ -21,7 +21,7 @@ from slimtensors.checkpoint import load_checkpoint
 from slimtensors.checkpoint.run import verify_run
 from slimtensors.codecs import names
 from slimtensors.folder import decompress_folder, restore_folder
-from slimtensors.sync import Pool
+from slimtensors.sync import Pool, following
 
 GOLDEN = Path(__file__).parent
 SLIM = GOLDEN / "slim"
@@ -55,7 +55,7 @@ def test_nobody_rewrites_adds_or_removes_a_golden_file():
         if path.is_file() and path.suffix in (".safetensors", ".json")
     }
     assert found == listed
-    assert sum(path.stat().st_size for path in SLIM.rglob("*.*")) < 1_300_000
+    assert sum(path.stat().st_size for path in SLIM.rglob("*.*")) < 1_400_000
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
@@ -108,6 +108,22 @@ def test_golden_files_give_back_their_originals_byte_for_byte(name, tmp_path):
 @find_golden("checkpoints")
 def test_a_golden_checkpoint_loads_to_the_bits_that_went_in(path):
     assert describe(load_checkpoint(path)) == expected(path)
+
+
+@find_golden("sync")
+def test_a_golden_store_is_followed_from_its_first_version_and_from_a_keyframe(path, tmp_path):
+    store = shutil.copytree(path, tmp_path / "store")
+    assert describe(following(store).load()[1]) == expected(path)
+    later = [folder for folder in store.iterdir() if folder.name > "v00000001"]
+    for folder in later:
+        folder.rename(tmp_path / folder.name)
+    follower = following(store)
+    _, tensors = follower.load()
+    for folder in later:
+        (tmp_path / folder.name).rename(folder)
+    update = follower.update(tensors)
+    assert update.from_keyframe == (path.name == "shards")  # which is smaller there
+    assert describe(tensors) == expected(path)
 
 
 @pytest.mark.parametrize("version", ["1", "2", "3"])
