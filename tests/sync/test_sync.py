@@ -198,6 +198,22 @@ def test_a_follower_starts_from_any_recent_version_that_a_model_has(url):
     assert_equal(served, state)
 
 
+def test_a_follower_goes_to_the_version_it_is_asked_for(url):
+    state, served, follower = make_state(), zeros(make_state()), following(url)
+    publish(url, state, [0])
+    first = copy_of(state)
+    publish(url, state, [1, 2])
+    assert follower.update(served, number=1).number == 1
+    assert_equal(served, first)
+    assert follower.update(served, number=3).versions == 2
+    assert_equal(served, state)
+    follower.update(served, number=1)  # back
+    assert_equal(served, first)
+    assert len(list(follower.patches(number=1))) == len(state)
+    with pytest.raises(FileNotFoundError, match="version 9 not found"):
+        follower.update(served, number=9)
+
+
 def test_one_follower_updates_several_models(url):
     state = make_state()
     publish(url, state, [0])

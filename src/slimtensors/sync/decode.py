@@ -218,33 +218,42 @@ def make_whole(name: str, x: Tensor) -> Patch:
 
 def _make_patch(name: str, new: Tensor, old: Tensor, *, allow_sparse: bool) -> Patch | None:
     """Return the difference of two tensors, None if there is none."""
-    found = find_changes(new, old, new.numel() // _SPARSE if allow_sparse else 0)
+    found = _find_changes(new, old, new.numel() // _SPARSE if allow_sparse else 0)
     if found is None:
         return make_whole(name, new)
-    if not len(found):
+    positions, values = found
+    if not positions.size:
         return None
-    indices = torch.from_numpy(found)
-    values = new.reshape(-1).view(_WORDS[new.element_size()])[indices].view(new.dtype)
-    return Patch(name, tuple(new.shape), new.dtype, indices, values)
+    words = torch.from_numpy(values).view(new.dtype)
+    return Patch(name, tuple(new.shape), new.dtype, torch.from_numpy(positions), words)
 
 
-def find_changes(new: Tensor, old: Tensor, limit: int) -> "np.ndarray[Any, Any] | None":
-    """Return the flat positions of items with other bits; None if there are more than `limit`."""
-    width = min(new.element_size(), 8)
-    a, b = (as_bytes(x).numpy().view(f"u{width}") for x in (new, old))
-    step = _CHUNK // width
-    found = []
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def _find_changes(new: Tensor, old: Tensor, limit: int) -> tuple[_Array, _Array] | None:
+    """Return the flat positions of items with other bits, and these items.
+
+    Return None if there are more than `limit`.
+    """
+    size = new.element_size()
+    words = f"i{size}" if size in _WORDS and size > 1 else "u1"
+    a, b = (as_bytes(x).numpy().view(words) for x in (new, old))
+    step = _CHUNK // a.itemsize
+    positions, values = [np.zeros(0, np.int64)], [np.zeros(0, words)]
     count = 0
     for begin in range(0, a.size, step):
-        differs = a[begin : begin + step] != b[begin : begin + step]
+        chunk = a[begin : begin + step]
+        differs = chunk != b[begin : begin + step]
         if not differs.any():
             continue
-        positions = np.flatnonzero(differs)
-        count += positions.size
-        if count > limit or new.element_size() > 8:
+        found = np.flatnonzero(differs)
+        count += found.size
+        if count > limit or a.itemsize != size:
             return None
-        found.append(positions + begin)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+        positions.append(found + begin)
+        values.append(chunk[found])
+    return np.concatenate(positions), np.concatenate(values)
 
 
 def apply_patch(patch: Patch, target: Tensor) -> None:

@@ -114,8 +114,10 @@ class Follower:
         numbers, _ = self._find_newest()
         return [self._read(number)[0] for number in numbers]
 
-    def update(self, model: nn.Module | Mapping[str, Tensor]) -> Update:
-        """Change the tensors of a model in place to those of the newest version.
+    def update(
+        self, model: nn.Module | Mapping[str, Tensor], *, number: int | None = None
+    ) -> Update:
+        """Change the tensors of a model in place to those of the newest version, or of `number`.
 
         Everything is downloaded, decoded and verified first; if that fails, the model is unchanged.
         The changed items are kept until then: little for a few percent of changes, up to the size
@@ -129,25 +131,26 @@ class Follower:
         owner = model if isinstance(model, nn.Module) else next(iter(tensors.values()), None)
         is_same = self._owner is not None and self._owner() is owner
         before = self.traffic.copy()
-        numbers, _ = self._find_newest()
+        numbers, _ = self._find_newest(number)
         position = self._position if is_same else None
-        route, patches = self._stage(numbers, tensors, position)
+        route, patches = self._stage(numbers, tensors, position, number)
         for patch in patches:
             apply_patch(patch, tensors[patch.name])
         return self._finish(route, owner, len(patches), before)
 
-    def patches(self) -> Iterator[Patch]:
+    def patches(self, *, number: int | None = None) -> Iterator[Patch]:
         """Yield what changed since the last call, all tensors in whole at the first one.
 
-        The values are those of the newest version; all are decoded and verified before the first
-        patch. For that, this object keeps a copy of all tensors in main memory; do not change the
-        values. If not all patches of a call are taken, the next one yields all tensors in whole.
+        The values are those of the newest version, or of `number`; all are decoded and verified
+        before the first patch. For that, this object keeps a copy of all tensors in main memory; do
+        not change the values. If not all patches of a call are taken, the next one yields all
+        tensors in whole.
         """
-        numbers, newest = self._find_newest()
+        numbers, newest = self._find_newest(number)
         mirror, is_complete = self._mirror, self._is_delivered
         if mirror is not None and _describe_misfit(newest, mirror):
             mirror = None
-        route, patches = self._stage(numbers, mirror, self._mirrored)
+        route, patches = self._stage(numbers, mirror, self._mirrored, number)
         target = route.target
         if mirror is None:
             mirror = {patch.name: patch.values for patch in patches}
@@ -165,6 +168,14 @@ class Follower:
                 if home == patch.name:
                     yield replace(patch, name=alias)
         self._is_delivered = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the copy that `patches` keeps; do not change it."""
+        return dict(self._mirror or {})
+
+    def newest(self) -> Version:
+        """Return the newest version."""
+        return self._find_newest()[1]
 
     def load(self) -> tuple[Update, dict[str, Tensor]]:
         """Return the tensors of the newest version, which `update` may change later."""
@@ -193,18 +204,21 @@ class Follower:
             requests=traffic.requests,
         )
 
-    def _find_newest(self) -> tuple[list[int], Version]:
-        """Return the numbers of all versions, and the newest one."""
-        numbers = self._store.numbers()
-        if not numbers:
+    def _find_newest(self, limit: int | None = None) -> tuple[list[int], Version]:
+        """Return the numbers of all versions up to a limit, and the last of these."""
+        found = self._store.numbers()
+        numbers = [n for n in found if limit is None or n <= limit]
+        if not found:
             raise FileNotFoundError(f"{self._store}: no versions (empty, deleted, or another path)")
+        if limit is not None and numbers[-1:] != [limit]:
+            raise FileNotFoundError(f"{self._store}: version {limit} not found")
         newest, _ = self._read(numbers[-1])
-        if self._run not in (None, newest.run) or numbers[-1] < max(self._known):
+        if self._run not in (None, newest.run) or found[-1] < max(self._known):
             self._known.clear()  # another run, perhaps with the same numbers
             self._position = self._mirror = None
             newest, _ = self._read(numbers[-1])
         self._run = newest.run
-        self._known = {n: known for n, known in self._known.items() if n in set(numbers)}
+        self._known = {n: known for n, known in self._known.items() if n in set(found)}
         return numbers, newest
 
     def _read(self, number: int) -> tuple[Version, str]:
@@ -272,14 +286,18 @@ class Follower:
         return found[0].number
 
     def _stage(
-        self, numbers: Sequence[int], tensors: Mapping[str, Tensor] | None, position: int | None
+        self,
+        numbers: Sequence[int],
+        tensors: Mapping[str, Tensor] | None,
+        position: int | None,
+        limit: int | None = None,
     ) -> tuple[Route, list[Patch]]:
         """Decode and verify what changes `tensors` to the newest version, without changing them."""
         for _ in range(_ATTEMPTS):
             try:
                 return self._try_stage(numbers, tensors, position)
             except FileNotFoundError as error:  # perhaps of an old version that was just removed
-                again, _newest = self._find_newest()
+                again, _newest = self._find_newest(limit)
                 if again == numbers:
                     raise FileNotFoundError(
                         f"{error}; the store is incomplete; nothing was changed"
