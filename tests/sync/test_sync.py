@@ -296,6 +296,21 @@ def test_a_second_publisher_is_refused_and_may_take_over(url):
     publish(url, state, [4])  # both have unregistered
 
 
+def test_a_damaged_store_is_not_continued_and_stays_free(url):
+    state = make_state()
+    publish(url, state, [0])
+    system, files = files_of(url)
+    (manifest,) = (path for path in files if path.endswith("manifest.json"))
+    good = system.cat_file(manifest)
+    system.pipe_file(manifest, good[:-20])
+    for _ in range(2):  # no publisher stays registered
+        with pytest.raises(CorruptFileError, match="v00000001"), publishing(url, state):
+            pass
+    system.pipe_file(manifest, good)
+    publish(url, state, [1])
+    assert_follows(url, state)
+
+
 def test_another_structure_needs_a_keyframe(url):
     state = make_state()
     served, follower = zeros(state), following(url)

@@ -191,10 +191,16 @@ class Publisher:
         self._newest: Version | None = None
         self._seal: str | None = None
         """SHA-256 of the newest manifest."""
-        self._keyframes: set[int] = set()
+        self._keyframes: dict[int, bool] = {}
+        """Number of a version -> whether it is a keyframe, as far as known."""
         self.last: Published | None = None
         """The newest version of this publisher, None before the first."""
-        self._open(takeover=takeover)
+        self._owner: str | None = None
+        try:
+            self._open(takeover=takeover)
+        except BaseException:
+            self._unregister()
+            raise
         self._specs: Mapping[str, Spec] | None = None
         if self._newest is not None:
             self._specs = self._newest.specs()
@@ -300,8 +306,11 @@ class Publisher:
         try:
             self.wait()
         finally:
-            if self._ranks.rank == 0:
-                self._store.release(self._owner)
+            self._unregister()
+
+    def _unregister(self) -> None:
+        if self._owner is not None:  # on rank 0
+            self._store.release(self._owner)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -321,6 +330,8 @@ class Publisher:
                 unused = self._publish_job(job) or Snapshot()
             except Exception as error:
                 self._error = error
+                if self._base is job:
+                    unused = Snapshot()
             with self._lock:
                 self._free.append(unused)
                 # Ranks start the next job together, in `publish` or `wait`.
@@ -340,7 +351,7 @@ class Publisher:
             failure, mine = error, {"error": str(error)}
         reports = self._ranks.gather(mine)
         outcome: Json = {}
-        if self._ranks.rank == 0 and not any("error" in report for report in reports):
+        if self._owner is not None and not any("error" in report for report in reports):
             try:
                 version = self._build(job, reports)
                 self._store.check_owner(self._owner)
@@ -355,8 +366,7 @@ class Publisher:
         version = Version.from_text(outcome["manifest"])
         previous, self._base = self._base, job
         self._newest, self._seal = version, outcome["seal"]
-        if version.keyframe is not None:
-            self._keyframes.add(version.number)
+        self._keyframes[version.number] = version.keyframe is not None
         if self._ranks.rank == 0:
             self._remove_old(version.number)
         requests = self._store.traffic.since(before).requests
@@ -380,8 +390,11 @@ class Publisher:
 
             job.files[kind] = self._store.write_file(number, f"{kind}-{token}", write_to)
 
-        is_due = number - self._find_keyframe(number - 1) >= self._options.keyframe_every
-        is_keyframe = base is None or job.is_keyframe or is_due
+        is_keyframe = (
+            base is None
+            or job.is_keyframe
+            or number - self._find_keyframe(number - 1) >= self._options.keyframe_every
+        )
         if is_keyframe:
             self._kinds.clear()
         if base is not None:
@@ -485,17 +498,17 @@ class Publisher:
 
     def _find_keyframe(self, number: int) -> int:
         """Return the newest keyframe up to a version; 0 if there is none."""
-        while number >= 1 and number not in self._keyframes:
-            if self.last is None or number < self.last.version.number:
+        while number >= 1:
+            if number not in self._keyframes:
                 try:
                     version, _ = self._store.read(number)
                 except FileNotFoundError:
                     return 0
-                if version.keyframe is not None:
-                    self._keyframes.add(number)
-                    break
+                self._keyframes[number] = version.keyframe is not None
+            if self._keyframes[number]:
+                return number
             number -= 1
-        return max(number, 0)
+        return 0
 
     def _remove_old(self, newest: int) -> None:
         """Remove versions that no kept one needs."""
