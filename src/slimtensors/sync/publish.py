@@ -271,14 +271,15 @@ class Publisher:
         with self._lock:
             waiting, self._pending = self._pending, None
             if waiting is not None:
-                self._dropped += 1
+                self._dropped = waiting.dropped + 1
                 self._free.append(waiting.snapshot)
                 keyframe = keyframe or waiting.is_keyframe
             snapshot = self._free.pop() if self._free else Snapshot()
         copies = snapshot.take(local).tensors
         self._specs = specs
         with self._lock:
-            job = _Job(step, copies, shards, tied, snapshot, keyframe, self._dropped)
+            dropped, self._dropped = self._dropped, 0
+            job = _Job(step, copies, shards, tied, snapshot, keyframe, dropped)
             self._pending = job
             if self._ranks.count == 1 or state == 0:
                 self._start()
@@ -287,8 +288,7 @@ class Publisher:
         """Wait until everything is published; return the newest version. Raise if it failed."""
         while True:
             with self._lock:
-                if self._thread is None and self._pending is not None:
-                    self._start()
+                self._start()
                 thread = self._thread
             if thread is None:
                 break
@@ -313,18 +313,18 @@ class Publisher:
             self._store.release(self._owner)
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_jobs, name="slimtensors-sync")
+        """Start a thread with the job that waits; called with the lock held."""
+        if self._thread is None and self._pending is not None:
+            # Taken now: ranks start a job together, but their threads later.
+            job, self._pending = self._pending, None
+            self._thread = threading.Thread(
+                target=self._run_jobs, args=(job,), name="slimtensors-sync"
+            )
             self._thread.start()
 
-    def _run_jobs(self) -> None:
-        while True:
-            with self._lock:
-                job, self._pending = self._pending, None
-                if job is None:
-                    self._thread = None
-                    return
-                self._dropped -= job.dropped
+    def _run_jobs(self, first: _Job) -> None:
+        job: _Job | None = first
+        while job is not None:
             unused = job.snapshot
             try:
                 unused = self._publish_job(job) or Snapshot()
@@ -334,10 +334,11 @@ class Publisher:
                     unused = Snapshot()
             with self._lock:
                 self._free.append(unused)
-                # Ranks start the next job together, in `publish` or `wait`.
-                if self._ranks.count > 1:
+                job = None
+                if self._ranks.count == 1:  # ranks start the next job in `publish` or `wait`
+                    job, self._pending = self._pending, None
+                if job is None:
                     self._thread = None
-                    return
 
     def _publish_job(self, job: _Job) -> Snapshot | None:
         """Publish a version; return the snapshot that is no longer needed."""
@@ -455,6 +456,11 @@ class Publisher:
         parts: dict[str, list[PublishedPart]] = {}
         files: dict[str, dict[int, VersionFile]] = {}
         for rank, report in enumerate(reports):
+            if report["step"] != job.step:
+                raise MismatchError(
+                    f"{self._store}: rank {rank} publishes step {report['step']}, rank 0 step"
+                    f" {job.step}"
+                )
             for name, spec, offset, shape, digest in report["shards"]:
                 specs[name] = Spec.from_json(spec)
                 part = PublishedPart(rank, Box(tuple(offset), tuple(shape)), digest)
@@ -558,6 +564,7 @@ def _local(x: Tensor) -> Tensor:
 def _describe_job(job: _Job) -> Json:
     """Return what rank 0 needs to know about the files of a rank."""
     return {
+        "step": job.step,
         "shards": [
             [s.name, s.spec.to_json(), s.box.offset, s.box.shape, job.digests[key]]
             for key, s in job.shards.items()
