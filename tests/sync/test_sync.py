@@ -423,6 +423,23 @@ def test_a_store_that_is_deleted_changes_nothing(url):
     assert_equal(served, other)
 
 
+def test_a_publisher_notices_that_its_store_was_deleted(url):
+    state = make_state()
+    with publishing(url, state) as out:
+        out.publish(0)
+        out.wait()
+        system, files = files_of(url)
+        folder = files[0].rpartition("/")[0].rpartition("/")[0]
+        system.rm(folder, recursive=True)
+        out.publish(1)
+        with pytest.raises((InUseError, FileNotFoundError), match=r"removed|no such file"):
+            out.wait()
+    with pytest.raises(FileNotFoundError, match="no versions"):
+        following(url).update(state)
+    publish(url, state, [2])
+    assert_follows(url, state)
+
+
 def test_what_a_killed_publisher_left_is_removed(url):
     state = make_state()
     publish(url, state, [0])

@@ -275,7 +275,10 @@ class Store:
 
     def check_owner(self, owner: str) -> None:
         """Raise if another publisher has taken over."""
-        if self._read_lease().get("owner") != owner:
+        found = self._read_lease()
+        if not found:
+            raise InUseError(f"{self}: {LEASE} of this publisher was removed")
+        if found.get("owner") != owner:
             raise InUseError(f"{self}: {self._describe_owner()} has taken over this store")
 
     def release(self, owner: str) -> None:
