@@ -47,6 +47,10 @@ def stubborn():
     Stubborn.gate.set()
 
 
+only_local = pytest.mark.parametrize("url", ["local"], indirect=True)
+"""For tests that do not depend on the file system."""
+
+
 def publish(url, state, steps, **options):
     """Publish a version per step."""
     with publishing(url, state, **options) as out:
@@ -84,6 +88,7 @@ def test_a_follower_has_the_bits_of_every_version(url):
     assert (again.versions, again.tensors, again.requests) == (0, 0, 1)
 
 
+@only_local
 def test_a_module_is_updated_in_place(url):
     trained, served = nn.Linear(8, 4), nn.Linear(8, 4)
     addresses = [x.data_ptr() for x in served.parameters()]
@@ -99,6 +104,7 @@ def test_a_module_is_updated_in_place(url):
     assert_equal(frozen, dict(trained.state_dict()))
 
 
+@only_local
 def test_wrappers_do_not_change_names(url):
     trained, served = nn.Linear(3, 2), nn.Linear(3, 2)
     compiled = nn.Module()
@@ -109,6 +115,7 @@ def test_wrappers_do_not_change_names(url):
     assert_equal(served.state_dict(), trained.state_dict())
 
 
+@only_local
 def test_missed_versions_arrive_as_a_chain_or_from_a_keyframe_whichever_is_smaller(url):
     state = make_state()
     early, late = zeros(state), zeros(state)
@@ -130,6 +137,7 @@ def test_missed_versions_arrive_as_a_chain_or_from_a_keyframe_whichever_is_small
     assert_equal(late, state)
 
 
+@only_local
 def test_patches_change_a_copy_to_the_newest_version(url):
     state = make_state()
     copy, follower = {}, following(url)
@@ -159,6 +167,7 @@ def test_patches_change_a_copy_to_the_newest_version(url):
     assert receive() == []
 
 
+@only_local
 def test_patches_that_were_not_taken_are_followed_by_whole_tensors(url):
     state = make_state()
     follower = following(url)
@@ -173,6 +182,7 @@ def test_patches_that_were_not_taken_are_followed_by_whole_tensors(url):
     assert list(follower.patches()) == []
 
 
+@only_local
 def test_a_changed_model_is_noticed_and_repaired_from_a_keyframe(url, caplog):
     state = make_state()
     publish(url, state, [0])
@@ -187,6 +197,7 @@ def test_a_changed_model_is_noticed_and_repaired_from_a_keyframe(url, caplog):
     assert_equal(served, state)
 
 
+@only_local
 def test_a_follower_starts_from_any_recent_version_that_a_model_has(url):
     state = make_state()
     publish(url, state, [0, 1])
@@ -198,6 +209,7 @@ def test_a_follower_starts_from_any_recent_version_that_a_model_has(url):
     assert_equal(served, state)
 
 
+@only_local
 def test_a_follower_goes_to_the_version_it_is_asked_for(url):
     state, served, follower = make_state(), zeros(make_state()), following(url)
     publish(url, state, [0])
@@ -214,6 +226,7 @@ def test_a_follower_goes_to_the_version_it_is_asked_for(url):
         follower.update(served, number=9)
 
 
+@only_local
 def test_one_follower_updates_several_models(url):
     state = make_state()
     publish(url, state, [0])
@@ -227,6 +240,7 @@ def test_one_follower_updates_several_models(url):
     assert_equal(second, state)
 
 
+@only_local
 def test_a_later_publisher_continues_with_deltas(url):
     state = make_state()
     publish(url, state, [0])
@@ -241,6 +255,7 @@ def test_a_later_publisher_continues_with_deltas(url):
     assert_follows(url, untied)
 
 
+@only_local
 def test_versions_report_bytes_and_bits_per_change(url):
     state = {"w": torch.zeros(1 << 16, dtype=torch.bfloat16)}
     publish_one = torch.arange(0, 1 << 16, 97)
@@ -311,6 +326,7 @@ def test_a_damaged_store_is_not_continued_and_stays_free(url):
     assert_follows(url, state)
 
 
+@only_local
 def test_another_structure_needs_a_keyframe(url):
     state = make_state()
     served, follower = zeros(state), following(url)
@@ -334,6 +350,7 @@ def test_another_structure_needs_a_keyframe(url):
     assert {patch.name for patch in following(url).patches()} == set(state)
 
 
+@only_local
 def test_tensors_tied_in_the_model_must_be_tied_in_the_store(url):
     state = {"a": torch.zeros(3), "b": torch.zeros(3)}
     with publishing(url, state) as out:
@@ -375,6 +392,7 @@ def test_a_damaged_file_changes_nothing(url):
     assert_equal(served, state)
 
 
+@only_local
 def test_a_replaced_version_does_not_fit_its_successor(url):
     state = make_state()
     publish(url, state, [0, 1, 2])
@@ -389,6 +407,7 @@ def test_a_replaced_version_does_not_fit_its_successor(url):
         following(url).update(zeros(state))
 
 
+@only_local
 def test_a_hole_is_named_unless_a_keyframe_follows_it(url):
     state = make_state()
     publish(url, state, range(5), keyframe_every=3)
