@@ -14,6 +14,7 @@ set(slim_sources
   core/crc32c.cpp
   core/dispatch.cpp
   core/histogram.cpp
+  core/logarithms.cpp
   core/planes.cpp
   huffman/code.cpp
   huffman/huffman.cpp
@@ -27,7 +28,11 @@ set(slim_sources
   quantize/quantize.cpp
   quantize/squares.cpp
   residual/difference.cpp
+  residual/expected.cpp
+  residual/expected_fit.cpp
+  residual/expected_model.cpp
   residual/grouping.cpp
+  residual/sparse.cpp
   trellis/matrix.cpp
   trellis/model.cpp
   trellis/quantize.cpp
@@ -40,12 +45,13 @@ set(slim_kernels_sources # for every instruction set
   huffman/kernels.cpp
   linear/kernels.cpp
   quantize/kernels.cpp
+  residual/sparse_kernels.cpp
   trellis/quantize_kernels.cpp)
 set(slim_kernels_plain_sources ${slim_kernels_sources} bins/kernels_plain.cpp masks/density_kernels_plain.cpp
-  trellis/kernels_plain.cpp)
+  residual/expected_kernels_plain.cpp trellis/kernels_plain.cpp)
 set(slim_kernels_crc_sources core/crc32c_hardware.cpp)
 set(slim_kernels_avx2_sources ${slim_kernels_sources} bins/kernels_avx2.cpp masks/density_kernels_avx2.cpp
-  trellis/kernels_avx2.cpp)
+  residual/expected_kernels_avx2.cpp trellis/kernels_avx2.cpp)
 set(slim_kernels_avx512_sources linear/kernels.cpp)
 
 list(TRANSFORM slim_sources PREPEND ${slim_root}/)

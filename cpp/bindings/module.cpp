@@ -22,7 +22,9 @@
 #include "quantize/quantize.h"
 #include "quantize/squares.h"
 #include "residual/difference.h"
+#include "residual/expected.h"
 #include "residual/grouping.h"
+#include "residual/sparse.h"
 #include "trellis/matrix.h"
 #include "trellis/side.h"
 
@@ -335,6 +337,70 @@ void bind_residual(nb::module_& m) {
         "grouped"_a, "by"_a, "itemsize"_a, "mantissa"_a, "items"_a, NoGil());
 }
 
+void bind_changes(nb::module_& m) {
+    using residual::ExpectedModel;
+    m.attr("SPARSE_CHUNK") = residual::sparse_chunk;
+    m.def("sparse_bound", &residual::sparse_bound, "items"_a);
+    m.def(
+        "sample_changes",
+        [](const In& items, const In& base, std::string_view dtype) {
+            return residual::sample_changes(items.bytes, base.bytes, float_type(dtype));
+        },
+        "items"_a, "base"_a, "dtype"_a, NoGil());
+    m.def(
+        "sparse_fit",
+        [](const In& items, const In& base, std::string_view dtype) {
+            std::array<std::uint8_t, residual::max_sparse_model> model;
+            const std::size_t size = residual::sparse_fit(items.bytes, base.bytes, float_type(dtype), model);
+            return nb::bytes(model.data(), size);
+        },
+        "items"_a, "base"_a, "dtype"_a);
+    m.def(
+        "sparse_encode",
+        [](const In& items, const In& base, std::string_view dtype, const In& model, const Out& chunk) {
+            return residual::sparse_encode(items.bytes, base.bytes, float_type(dtype), model.bytes,
+                                           chunk.bytes);
+        },
+        "items"_a, "base"_a, "dtype"_a, "model"_a, "chunk"_a, NoGil());
+    m.def(
+        "sparse_decode",
+        [](const In& chunk, const In& base, std::string_view dtype, const In& model, const Out& items) {
+            residual::sparse_decode(chunk.bytes, base.bytes, float_type(dtype), model.bytes, items.bytes);
+        },
+        "chunk"_a, "base"_a, "dtype"_a, "model"_a, "items"_a, NoGil());
+
+    m.attr("EXPECTED_CHUNK") = residual::expected_chunk;
+    m.def(
+        "expected_fit",
+        [](const In& items, const In& base, std::string_view dtype, std::size_t width) {
+            std::vector<std::uint8_t> model;
+            {
+                nb::gil_scoped_release release;
+                model = residual::expected_fit(items.bytes, base.bytes, float_type(dtype), width);
+            }
+            return nb::bytes(model.data(), model.size());
+        },
+        "items"_a, "base"_a, "dtype"_a, "width"_a);
+    nb::class_<ExpectedModel>(m, "ExpectedModel")
+        .def(
+            "__init__",
+            [](ExpectedModel* self, const In& model, std::string_view dtype, std::size_t items) {
+                new (self) ExpectedModel(model.bytes, float_type(dtype), items);
+            },
+            "model"_a, "dtype"_a, "items"_a, NoGil())
+        .def("chunk_bound", &ExpectedModel::chunk_bound, "items"_a)
+        .def(
+            "encode",
+            [](const ExpectedModel& self, std::size_t first, const In& items, const In& base,
+               const Out& chunk) { return self.encode(first, items.bytes, base.bytes, chunk.bytes); },
+            "first"_a, "items"_a, "base"_a, "chunk"_a, NoGil())
+        .def(
+            "decode",
+            [](const ExpectedModel& self, std::size_t first, const In& chunk, const In& base,
+               const Out& items) { self.decode(first, chunk.bytes, base.bytes, items.bytes); },
+            "first"_a, "chunk"_a, "base"_a, "items"_a, NoGil());
+}
+
 void bind_quantize(nb::module_& m) {
     using quantize::CodeFormat;
     using quantize::parse_float_type;
@@ -435,6 +501,7 @@ NB_MODULE(_core, m) {
     bind_huffman(m);
     bind_bins(m);
     bind_residual(m);
+    bind_changes(m);
     bind_quantize(m);
     bind_trellis(m);
 }

@@ -22,7 +22,9 @@
 #include "quantize/quantize.h"
 #include "quantize/squares.h"
 #include "residual/difference.h"
+#include "residual/expected.h"
 #include "residual/grouping.h"
+#include "residual/sparse.h"
 #include "trellis/matrix.h"
 #include "trellis/side.h"
 
@@ -311,6 +313,43 @@ Buffer make_weights(FloatType type, std::size_t count) {
     return out;
 }
 
+// Few and many changes of weights; the last items are a part of a vector, and one change needs an escape.
+void test_changes() {
+    const std::pair<const char*, FloatType> types[] = {
+        {"f32", FloatType::f32}, {"f16", FloatType::f16}, {"bf16", FloatType::bf16}};
+    constexpr std::size_t count = 70021, width = 97;
+    for (const auto& [name, type] : types)
+        for (const std::size_t every : {50, 2}) {
+            const Buffer base = make_weights(type, count);
+            const std::size_t itemsize = base.size() / count;
+            Buffer items = base;
+            Random random(every);
+            for (std::size_t i = 0; i < count; i += 1 + random.below(every))
+                items[i * itemsize] ^= static_cast<std::uint8_t>(1 + random.below(3));
+            items[itemsize - 1] ^= 0x80;
+            items.back() ^= 0x3f;
+            const std::string of = std::string("/") + name + "/" + std::to_string(every);
+            test("sparse-change" + of, [&, type = type] {
+                Buffer model(residual::max_sparse_model), chunk(residual::sparse_bound(count));
+                Buffer again(items.size(), 0xa5);
+                model.resize(residual::sparse_fit(items, base, type, model));
+                chunk.resize(residual::sparse_encode(items, base, type, model, chunk));
+                residual::sparse_decode(chunk, base, type, model, again);
+                require(again == items, "sparse-change");
+                return join({model, chunk});
+            });
+            test("expected-change" + of, [&, type = type] {
+                const Buffer model = residual::expected_fit(items, base, type, width);
+                const residual::ExpectedModel coder(model, type, count);
+                Buffer chunk(coder.chunk_bound(count)), again(items.size(), 0xa5);
+                chunk.resize(coder.encode(0, items, base, chunk));
+                coder.decode(0, chunk, base, again);
+                require(again == items, "expected-change");
+                return join({model, chunk});
+            });
+        }
+}
+
 void test_quantize() {
     using quantize::CodeFormat;
     constexpr std::size_t rows = 6, row = 96, columns = 32;
@@ -441,4 +480,5 @@ int main() {
     test_quantize();
     test_linear();
     test_trellis();
+    test_changes();
 }

@@ -1,48 +1,15 @@
 #include "trellis/model.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/check.h"
+#include "core/logarithms.h"
 
 namespace slimtensors::trellis {
 namespace {
 
-constexpr int octave = 4096;  // fixed-point logarithms
-constexpr std::int64_t max_cost = 30 * octave;
 constexpr std::int64_t max_steps = 2 * ((std::int64_t{symbol_zero} << max_low_bits) + 1);
-
-// round(4096 log2(n)) of the distances from zero that occur, and round(2^30 2^(-i / 4096)).
-struct Logarithms {
-    std::array<std::int32_t, max_steps + 1> log2;
-    std::array<std::int64_t, octave> power;
-
-    Logarithms() {
-        log2[0] = 0;
-        for (std::size_t n = 1; n < log2.size(); ++n)
-            log2[n] = static_cast<std::int32_t>(std::lround(octave * std::log2(static_cast<double>(n))));
-        for (std::size_t i = 0; i < power.size(); ++i)
-            power[i] = std::llround(0x1p30 * std::exp2(-static_cast<double>(i) / octave));
-    }
-};
-
-const Logarithms& logarithms() {
-    static const Logarithms tables;
-    return tables;
-}
-
-// 2^(t / 4096) in units of 1/4096, limited to `max_cost`.
-std::int64_t power_of_two(std::int64_t t) {
-    constexpr std::int64_t limit = 5 * octave;  // 2^5 > 30
-    if (t >= limit) return max_cost;
-    if (t < -13 * octave) return 0;
-    const std::int64_t whole = t >> 12, part = t & (octave - 1);
-    // 2^part = 2 / 2^(1 - part)
-    const std::int64_t mantissa =
-        part == 0 ? std::int64_t{1} << 30 : 2 * logarithms().power[static_cast<std::size_t>(octave - part)];
-    const std::int64_t shift = 30 - 12 - whole;
-    return std::min(mantissa >> shift, max_cost);
-}
+static_assert(max_steps <= max_log2);
 
 struct Density {
     const Parameters& parameters;
@@ -54,16 +21,14 @@ struct Density {
         const std::int64_t distance = std::abs(steps_of(k, odd));
         std::int64_t cost = 0;
         if (distance != 0) {
-            const std::int64_t t =
-                (logarithms().log2[static_cast<std::size_t>(distance)] - scale) * parameters.shape / 16;
-            cost = power_of_two(t);
+            const std::int64_t t = (fixed_log2(distance) - scale) * parameters.shape / 16;
+            cost = fixed_power(t);
         }
         if (k == 0) cost -= parameters.zero[odd] * (octave / 16);
         if (k == 1 || k == -1) cost -= parameters.one[odd] * (octave / 16);
         cost += 8 * octave;  // corrections add up to 8 bits at most
         const std::int64_t whole = cost >> 12;
-        return whole > 40 ? 0
-                          : logarithms().power[static_cast<std::size_t>(cost & (octave - 1))] << 8 >> whole;
+        return whole > 40 ? 0 : fixed_fraction(cost & (octave - 1)) << 8 >> whole;
     }
 };
 

@@ -108,6 +108,49 @@ def ungroup(
 ) -> None:
     """Undo `group`."""
 
+SPARSE_CHUNK: int
+"""Items per chunk of the functions below. Arrays have the dtype float32, float16 or bfloat16."""
+
+def sample_changes(items: Buffer, base: Buffer, dtype: str) -> int:
+    """Return how many of some evenly spaced items differ, in units of 2^-16."""
+
+def sparse_bound(items: int) -> int:
+    """Return the maximum size of a chunk, including what `sparse_encode` writes beyond its end."""
+
+def sparse_fit(items: Buffer, base: Buffer, dtype: str) -> bytes:
+    """Return the model for few changes."""
+
+def sparse_encode(
+    items: Buffer, base: Buffer, dtype: str, model: Buffer, chunk: MutableBuffer
+) -> int:
+    """Encode a chunk; return its size, 0 if nothing changed."""
+
+def sparse_decode(
+    chunk: Buffer, base: Buffer, dtype: str, model: Buffer, items: MutableBuffer
+) -> None:
+    """Undo `sparse_encode`. Raise ValueError for invalid data; `items` is then unspecified."""
+
+EXPECTED_CHUNK: int
+"""Items per chunk of the functions below."""
+
+def expected_fit(items: Buffer, base: Buffer, dtype: str, width: int) -> bytes:
+    """Return the model for many changes of arrays with rows of `width` items."""
+
+class ExpectedModel:
+    """A model for many changes, ready to code an array of `items` items."""
+
+    def __init__(self, model: Buffer, dtype: str, items: int) -> None:
+        """Parse a model; raise ValueError if it is invalid."""
+
+    def chunk_bound(self, items: int) -> int:
+        """Return the maximum size of a chunk."""
+
+    def encode(self, first: int, items: Buffer, base: Buffer, chunk: MutableBuffer) -> int:
+        """Encode the items from `first` on; return the size of the chunk."""
+
+    def decode(self, first: int, chunk: Buffer, base: Buffer, items: MutableBuffer) -> None:
+        """Undo `encode`. Raise ValueError for invalid data; `items` is then unspecified."""
+
 HUFFMAN_CHUNK: int
 """Items per chunk of the functions below, which code bytes in independent chunks.
 

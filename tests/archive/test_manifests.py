@@ -14,7 +14,7 @@ pytestmark = pytest.mark.hostile
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda m: m.update(version=4), UnsupportedVersionError),
+        (lambda m: m.update(version=5), UnsupportedVersionError),
         (lambda m: m.update(version=10**9), UnsupportedVersionError),
         (lambda m: m.update(version=0), FormatError),
         (lambda m: m.update(version=-1), FormatError),

@@ -66,8 +66,9 @@ def test_a_golden_archive_loads_to_the_bits_that_went_in(path):
     assert slimtensors.verify(file)
 
 
-def test_a_golden_delta_restores_to_the_bits_that_went_in(tmp_path):
-    folder, target = VERSION_1 / "deltas", tmp_path / "new.safetensors"
+@pytest.mark.parametrize("version", ["1", "4"])
+def test_a_golden_delta_restores_to_the_bits_that_went_in(version, tmp_path):
+    folder, target = SLIM / version / "deltas", tmp_path / "new.safetensors"
     slimtensors.restore(folder / "file.safetensors", folder / "base.safetensors", target)
     assert describe(slimtensors.load(target)) == expected(folder / "file")
 
@@ -191,7 +192,8 @@ def test_golden_files_contain_every_codec_and_every_kind_of_entry():
             keys.add(f"as {entry['as']}")
         tree_keys.update(list_tree_keys(manifest.get("tree")))
     assert codecs == {name for name in names() if "." not in name}  # others are not ours
-    assert entries == {"whole", "same", "difference", "by-exponent"}
+    changes = {"sparse-change", "expected-change"}
+    assert entries == {"whole", "same", "difference", "by-exponent"} | changes
     kinds = ("whole", "same", "difference", "by-exponent", "grouped", "steps", "roots")
     fields = ("as", "dtype", "shape", "bits", "seed", "base", "times", "by", "step", "from")
     assert keys == {*fields, *(f"as {kind}" for kind in kinds)}

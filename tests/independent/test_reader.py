@@ -163,6 +163,13 @@ def test_a_delta_with_other_names():
     assert sorted(describe(found)["items"]) == sorted(expected(folder / "delta")["items"])
 
 
+def test_deltas_of_few_and_of_many_changes():
+    folder = SLIM / "4" / "deltas"
+    delta, base = (open_archive(folder / f"{name}.safetensors") for name in ("file", "base"))
+    found = describe(deltas.restore(delta, base))
+    assert sorted(found["items"]) == sorted(expected(folder / "file")["items"])
+
+
 def test_original_files():
     folder = SLIM / "2" / "originals"
     want = json.loads((folder / "expected-sums.json").read_bytes())

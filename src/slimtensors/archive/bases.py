@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from slimtensors.archive.delta_manifest import DeltaManifest, tensor_digest
 from slimtensors.archive.dialects import Member
 from slimtensors.archive.dialects.entries import TensorInfo
 from slimtensors.archive.read import Archive, open_stored
-from slimtensors.codecs.residual import ResidualKind, apply_residual
+from slimtensors.codecs.changes import decode_residual
 from slimtensors.errors import (
     CorruptFileError,
     MismatchError,
@@ -175,7 +175,7 @@ class DeltaMember:
             return y
         r = self.residuals.load_one(self.name, each)
         try:
-            return apply_residual(cast(ResidualKind, self.kind), r, y, each=each)
+            return decode_residual(self.kind, r, y, each)
         except CorruptFileError as error:
             raise CorruptFileError(f"{self.residuals.path}: {self.name}: {error}") from error
 

@@ -15,8 +15,9 @@ from slimtensors.archive.prefixes import PrefixMatch, match_names
 from slimtensors.archive.read import Archive, Progress, open_archive, open_stored
 from slimtensors.archive.summary import Summary
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, as_source, write
-from slimtensors.codecs import presets
-from slimtensors.codecs.plan import Plan, encode
+from slimtensors.codecs import Dense, presets
+from slimtensors.codecs.changes import choose_kind, encode_changes
+from slimtensors.codecs.plan import Encoded, Plan, encode
 from slimtensors.codecs.presets import Choice, Chooser
 from slimtensors.codecs.residual import choose_residual
 from slimtensors.errors import ConfigError, MismatchError
@@ -216,7 +217,7 @@ def make_delta_source(
         spec, home = new.spec(name), homes.get(name)
         entries[name] = ["whole"]  # now, so that the order does not depend on threads
 
-        def read(each: Each) -> Tensor | None:
+        def read(each: Each) -> Tensor | Encoded | None:
             x = new.load_one(name, each)
             if home is None:
                 return x
@@ -224,7 +225,7 @@ def make_delta_source(
             if bitwise_equal(x, y):
                 entries[name] = ["same", tensor_digest(y)]
                 return None
-            kind, r = choose_residual(x, y, lambda r: estimate_bytes(name, r, choose), each=each)
+            kind, r = choose_form(name, x, y, choose, each)
             if kind != "whole":
                 entries[name] = [kind, tensor_digest(y)]
             return r
@@ -255,6 +256,25 @@ def open_restored(
     if found.residuals is not None and base is None:
         return found
     return resolve(found.residuals or found, base, storage_options)
+
+
+def choose_form(
+    name: str, x: Tensor, base: Tensor, choose: Chooser, each: Each
+) -> tuple[str, Tensor | Encoded]:
+    """Return the smallest kind of residual, and the residual."""
+
+    def estimate(r: Tensor) -> float:
+        return estimate_bytes(name, r, choose)
+
+    change = choose_kind(x, base)
+    best: tuple[str, Tensor] = ("whole", x)
+    if change != "sparse-change":
+        best = choose_residual(x, base, estimate, each=each)
+    if change is not None:
+        stream = encode_changes(change, x, base, each)
+        if stream.nbytes < estimate(best[1]):
+            return change, encode(Plan(Dense()), stream)
+    return best
 
 
 def estimate_bytes(name: str, x: Tensor, choose: Chooser) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slimtensors.archive.read import Archive
+from slimtensors.codecs.changes import CHANGE_KINDS
 from slimtensors.codecs.residual import KINDS
 from slimtensors.errors import ConfigError, CorruptFileError, report_malformed
 from slimtensors.storage import is_inside
@@ -112,7 +113,7 @@ def _is_entry(entry: object) -> bool:
         case ["whole"]:
             return True
         case [str(kind), str()]:
-            return kind == "same" or (kind in KINDS and kind != "whole")
+            return kind in ("same", *KINDS[1:], *CHANGE_KINDS)
     return False
 
 

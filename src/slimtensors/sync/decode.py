@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slimtensors.archive import Archive
-from slimtensors.archive.delta import DeltaManifest
+from slimtensors.archive.delta_manifest import DeltaManifest
 from slimtensors.checkpoint.distributed.pieces import Box
-from slimtensors.codecs.residual import ResidualKind, apply_residual
+from slimtensors.codecs.changes import decode_residual
 from slimtensors.errors import CorruptFileError, report_malformed
 from slimtensors.parallel import Each, Workers
 from slimtensors.sync.manifest import Files, PublishedTensor, Version, digest_tensor
@@ -171,7 +171,7 @@ class Decoder:
             base = part.box.narrow(x, whole)
             loaded = self._load(number, part.rank, key, each)
             with report_malformed(f"{self._store}: version {number}: {name}"):
-                new = apply_residual(cast(ResidualKind, kind), loaded, base, each=each)
+                new = decode_residual(kind, loaded, base, each)
             if Spec.of(new) != Spec(tensor.spec.dtype, part.box.shape):
                 raise self._report_damage(name)
             if part.box == whole:

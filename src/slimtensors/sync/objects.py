@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from slimtensors.archive import Archive
-from slimtensors.archive.delta import estimate_bytes
+from slimtensors.archive.delta import choose_form, estimate_bytes
 from slimtensors.archive.delta_manifest import DeltaManifest, tensor_digest
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.codecs import presets
-from slimtensors.codecs.residual import ResidualKind, apply_residual, choose_residual
+from slimtensors.codecs.changes import decode_residual
+from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import (
     CorruptFileError,
     MismatchError,
@@ -215,7 +216,7 @@ class TensorObjects(Objects):
         kind, base = entry
         with report_malformed(archive.path, computes=True):
             y = self._decode(base, each, depth - 1)
-            return apply_residual(cast(ResidualKind, kind), x, y, each=each)
+            return decode_residual(kind, x, y, each)
 
     def add(self, digest: str, x: Tensor, base: str | None, each: Each) -> int:
         """Store a tensor unless it is stored; return the bytes written.
@@ -228,11 +229,11 @@ class TensorObjects(Objects):
         if tensor_digest(x) != digest:
             raise MismatchError("a tensor changed while it was added")
         delta: dict[str, Any] | None = None
-        r = x
+        r: Tensor | Encoded = x
         if base is not None and base in self:
             y = self.load(base, each)
             if y.dtype == x.dtype and y.shape == x.shape and not bitwise_equal(x, y):
-                kind, r = choose_residual(x, y, _estimate, each=each)
+                kind, r = choose_form(digest, x, y, presets.lossless, each)
                 if kind != "whole":
                     delta = {"tensors": {digest: [kind, base]}, "tied": {}}
         item = TensorSource(digest, Spec.of(x), lambda _: r, always_blob=delta is not None)
@@ -246,14 +247,12 @@ class TensorObjects(Objects):
         return archive
 
 
-def estimate_residual(x: Tensor, y: Tensor, each: Each) -> float:
-    """Return the estimated size of `x` as a residual from `y`, as a fraction of its own size."""
-    _, r = choose_residual(x, y, _estimate, each=each)
-    return _estimate(r) / max(_estimate(x), 1.0)
-
-
-def _estimate(r: Tensor) -> float:
-    return estimate_bytes("", r, presets.lossless)
+def measure_residual(x: Tensor, y: Tensor, each: Each) -> float:
+    """Return the size of `x` as a residual from `y`, as a fraction of its size in memory."""
+    _, r = choose_form("", x, y, presets.lossless, each)
+    if isinstance(r, Encoded):
+        return sum(leaf.nbytes for _, leaf in r.leaves()) / x.nbytes
+    return estimate_bytes("", r, presets.lossless) / x.nbytes
 
 
 def _entry(archive: Archive, digest: str) -> tuple[str, str] | None:

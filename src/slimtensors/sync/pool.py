@@ -58,10 +58,10 @@ from slimtensors.sync.objects import (
     MAX_DEPTH,
     FileObjects,
     TensorObjects,
-    estimate_residual,
     file_digest,
     is_digest,
     link,
+    measure_residual,
 )
 from slimtensors.tensor import Spec, view_as
 
@@ -394,14 +394,14 @@ class Pool:
         return min(candidates, key=lambda member: self._compare(job, member, missing))
 
     def _compare(self, job: _Job, member: Member, missing: Mapping[str, tuple[str, Spec]]) -> float:
-        """Return the estimated size of a model as a difference from a member, relative to whole."""
+        """Return the size of some tensors as differences from a member, relative to the whole."""
         sizes = {name: spec.nbytes for name, (_, spec) in missing.items() if member.has(name, spec)}
         fitting = [name for name, size in sizes.items() if _MIN_COMPARED <= size <= _MAX_COMPARED]
         chosen = sorted(fitting or sizes, key=lambda name: (-sizes[name], name))
         each, ratios = job.workers.each, []
         for name in chosen[:_COMPARED_TENSORS]:
             y = self.tensors.load(member.named[name][0], each)
-            ratios.append(estimate_residual(job.read(name), y, each))
+            ratios.append(measure_residual(job.read(name), y, each))
         return sum(ratios) / len(ratios)
 
     def _add(self, job: "_Job", base: Member | None) -> Added:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from slimtensors.archive.delta import estimate_bytes, require_lossless
+from slimtensors.archive.delta import choose_form, require_lossless
 from slimtensors.archive.write import ArchiveSource, TensorSource, WriteOptions, write
 from slimtensors.checkpoint.distributed.pieces import Box
 from slimtensors.checkpoint.snapshot import Snapshot
 from slimtensors.codecs import presets
-from slimtensors.codecs.residual import ResidualKind, choose_residual, residual
+from slimtensors.codecs.changes import encode_residual
+from slimtensors.codecs.plan import Encoded
 from slimtensors.errors import (
     ConfigError,
     FormatError,
@@ -186,7 +187,7 @@ class Publisher:
 
         self._base: _Job | None = None
         """The last version, which the next one is compared with."""
-        self._kinds: dict[str, tuple[ResidualKind, float]] = {}
+        self._kinds: dict[str, tuple[str, float]] = {}
         """Kind of residual of each tensor, and the share of changed items it was chosen for."""
         self._newest: Version | None = None
         self._seal: str | None = None
@@ -406,7 +407,7 @@ class Publisher:
     def _make_delta(self, job: _Job, base: _Job) -> ArchiveSource:
         entries: dict[str, list[str]] = {key: ["whole"] for key in job.tensors}
 
-        def read(key: str, each: Each) -> Tensor | None:
+        def read(key: str, each: Each) -> Tensor | Encoded | None:
             x, y = job.tensors[key], base.tensors[key]
             digest = base.digests[key]
             changed = job.changed[key] = count_changes(x, y, each)
@@ -428,12 +429,12 @@ class Publisher:
 
     def _make_residual(
         self, key: str, x: Tensor, y: Tensor, share: float, each: Each
-    ) -> tuple[ResidualKind, Tensor]:
+    ) -> tuple[str, Tensor | Encoded]:
         """Return the kind and the residual; the kind of the last version if changes are as many."""
         known = self._kinds.get(key)
         if known is not None and 1 / _SIMILAR <= share / known[1] <= _SIMILAR:
-            return known[0], residual(known[0], x, y, each=each)
-        kind, r = choose_residual(x, y, lambda r: estimate_bytes(key, r, self._choose), each=each)
+            return known[0], encode_residual(known[0], x, y, each)
+        kind, r = choose_form(key, x, y, self._choose, each)
         self._kinds[key] = kind, share
         return kind, r
 

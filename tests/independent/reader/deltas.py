@@ -3,6 +3,7 @@
 import hashlib
 
 import numpy as np
+from independent.reader import changes
 from independent.reader.tensor import check, exponents, from_words, is_float
 
 
@@ -34,7 +35,9 @@ def compute_digest(tensor):
 
 
 def add_difference(kind, stored, base):
-    """Return the tensor with this `difference` or `by-exponent` from its base."""
+    """Return the tensor with this residual against its base."""
+    if kind in ("sparse-change", "expected-change"):
+        return changes.apply(kind, stored, base)
     words = stored.words()
     one = words.dtype.type(1)
     change = words >> one ^ (0 - (words & one)).astype(words.dtype)  # undo the zigzag

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slimtensors import _core
 from slimtensors.archive.tree import outline_version
+from slimtensors.codecs.changes import CHANGE_KINDS
 from slimtensors.codecs.plan import Plan
 from slimtensors.errors import CorruptFileError, UnsupportedVersionError
 from slimtensors.parallel import Each
@@ -228,11 +229,12 @@ class FileManifest:
     @property
     def version(self) -> int:
         """The lowest format version that describes this manifest."""
+        delta = self.delta or {}
+        kinds = {entry[0] for entry in delta.get("tensors", {}).values()}
+        if "names" in delta or not kinds.isdisjoint(CHANGE_KINDS):
+            return 4
         outline = 1 if self.tree is None else outline_version(self.tree)
         has_new_keys = self.generation is not None or self.source is not None or bool(self.copies)
-        delta = self.delta or {}
-        if "names" in delta:
-            return 4
         return max(outline, 2) if has_new_keys or "copies" in delta else outline
 
     def to_text(self, table: str) -> str:
