@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from remote_store import s3_options, s3_server
 from strategies import same_bits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -145,6 +146,21 @@ def test_a_remote_checkpoint_is_one_file_that_can_be_downloaded(tmp_path, memory
     plugin.remove_checkpoint("memory://run/3.ckpt")
     plugin.remove_checkpoint("memory://run/3.ckpt")  # already removed
     assert memory.find("/run") == []
+
+
+@pytest.mark.long
+def test_a_run_on_s3_is_saved_and_resumed(tmp_path, monkeypatch):
+    with s3_server() as endpoint:
+        monkeypatch.setitem(fsspec.config.conf, "s3", s3_options(endpoint))
+        keep = ModelCheckpoint("s3://models/run", save_last=True)
+        model = make_model()
+        make_trainer(tmp_path, native=False, callbacks=[keep]).fit(model)
+        back = SlimCheckpointIO().load_checkpoint("s3://models/run/last.ckpt")
+        assert equal_weights(back["state_dict"], weights_of(model))
+        resumed = make_model()
+        trainer = make_trainer(tmp_path, native=False, epochs=7)
+        trainer.fit(resumed, ckpt_path="s3://models/run/last.ckpt")
+        assert trainer.current_epoch == 7
 
 
 def test_a_truncated_remote_checkpoint_is_refused(memory):

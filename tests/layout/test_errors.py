@@ -13,6 +13,7 @@ ROOT = Path(slimtensors.__file__).parent
 OURS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 BUILTIN = {
     "AttributeError",  # modules that import on demand
+    "FileExistsError",  # remote file that must be new
     "FileNotFoundError",
     "IndexError",  # row out of range
     "KeyError",  # name not in an archive

@@ -70,7 +70,7 @@ def test_locked_leftovers_stay_and_others_are_removed(tmp_path):
 def test_leftovers_of_another_machine_stay(tmp_path, monkeypatch):
     left = temporary_name(tmp_path / "x")
     left.mkdir()
-    monkeypatch.setattr("slimtensors.storage.atomic._machine_id", lambda: "01234567")
+    monkeypatch.setattr("slimtensors.storage.atomic.machine_id", lambda: "01234567")
     with create_folder(tmp_path / "x", replace=False):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"x", left.name}

@@ -50,7 +50,7 @@ class Verification:
 
 
 def verify(
-    path: StrPath,
+    path: StrPath | Archive,
     *,
     against: StrPath | None = None,
     base: StrPath | None = None,
@@ -64,7 +64,7 @@ def verify(
     unless it is compared with a model, or `base` is given: then they are those of its model.
 
     Args:
-        path: file, folder or URL to check.
+        path: file, folder, URL or open archive to check.
         against: another archive that should contain the same tensors.
         base: the base of a delta; if it is compared, the default is what `open` finds.
         threads: number of threads; default: one per core.
@@ -89,7 +89,7 @@ def verify(
             other.check_not_delta()
     with archive, Workers(threads) as workers:
         if other is not None:
-            different |= {name: f"only in {path}" for name in archive if name not in other}
+            different |= {name: f"only in {archive.path}" for name in archive if name not in other}
             different |= {name: f"only in {against}" for name in other if name not in archive}
             deltas = [x.delta if x.is_delta else None for x in (archive, other)]
             if archive.tree != other.tree or deltas[0] != deltas[1]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from slimtensors import _core
 from slimtensors.errors import CorruptFileError, FormatError, report_malformed
-from slimtensors.storage import open_for_reading
+from slimtensors.storage import Folder, open_for_reading
 from slimtensors.tensor import is_valid_text
 
 T = TypeVar("T")
@@ -26,24 +26,34 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, by the strings that represent them."""
 
 
-def read_document(path: Path) -> str:
+def read_document(path: Folder) -> str:
     """Return the text of a regular file; raise `FormatError` for anything else."""
-    try:
-        opened = open_for_reading(path)
-    except IsADirectoryError:
-        raise FormatError(f"{path} is a folder, not a regular file") from None
-    with opened as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MAX_BYTES:
-            raise FormatError(f"{path}: {size} bytes are too large for a manifest")
-        raw = file.read()
+    raw = _read_bytes(path)
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise CorruptFileError(f"{path}: not UTF-8: {error}") from error
 
 
-def parse_document(folder: Path, name: str, kind: str, parse: Callable[[str], T]) -> T:
+def _read_bytes(path: Folder) -> bytes:
+    if not isinstance(path, Path):
+        _check_size(path, path.size())
+        return path.read()
+    try:
+        opened = open_for_reading(path)
+    except IsADirectoryError:
+        raise FormatError(f"{path} is a folder, not a regular file") from None
+    with opened as file:
+        _check_size(path, os.fstat(file.fileno()).st_size)
+        return file.read()
+
+
+def _check_size(path: Folder, size: int) -> None:
+    if size > _MAX_BYTES:
+        raise FormatError(f"{path}: {size} bytes are too large for a manifest")
+
+
+def parse_document(folder: Folder, name: str, kind: str, parse: Callable[[str], T]) -> T:
     """Read and parse the document that makes a folder a checkpoint of some `kind`."""
     path = folder / name
     try:
@@ -183,9 +193,10 @@ class Fields:
         return {name: parse(rows, name) for name in rows.data}
 
 
-def check_chain(folder: Path, deltas: Sequence[Path]) -> None:
+def check_chain(folder: Folder, deltas: Sequence[Folder]) -> None:
     """Raise if the base `folder` of these deltas is one of them, or if the chain is too long."""
-    real = [os.path.realpath(path) for path in (*deltas, folder)]
+    chain = [*deltas, folder]
+    real = [os.path.realpath(path) if isinstance(path, Path) else path for path in chain]
     if real[-1] in real[:-1]:
         cycle = " -> ".join(path.name for path in (*deltas[real.index(real[-1]) :], folder))
         raise CorruptFileError(f"{folder}: the bases form a cycle: {cycle}")

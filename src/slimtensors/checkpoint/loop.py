@@ -19,10 +19,12 @@ from slimtensors.checkpoint.loop_folder import LoopFolder, is_ours
 from slimtensors.checkpoint.manifest import check_metrics, is_checkpoint, read_count, read_metrics
 from slimtensors.checkpoint.pretrained import Pretrained, open_pretrained
 from slimtensors.checkpoint.profiles import Profile, find_profile
+from slimtensors.checkpoint.remote_run import RemoteOptions, RemoteRun, place_run
 from slimtensors.checkpoint.run import (
     DAMAGED,
     Point,
     Retention,
+    RunPoint,
     check_base_options,
     find_unreadable,
     list_checkpoints,
@@ -46,7 +48,7 @@ from slimtensors.errors import (
     MissingBaseError,
     shorten_list,
 )
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import StrPath
 from slimtensors.storage.atomic import lock_folder
 
 _log = logging.getLogger(__name__)
@@ -77,10 +79,16 @@ def checkpointing(
     profile: str | Profile = "exact",
     async_: bool = True,
     resume: bool = True,
-    on_commit: Callable[[Path], object] | None = None,
+    on_commit: Callable[[Any], object] | None = None,
     threads: int | None = None,
+    remote: StrPath | None = None,
+    remote_every: int = 1,
+    local_bytes: int | str | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> "Checkpointing":
-    """Return a context manager that saves a training loop to the folder `run` and resumes it.
+    """Return a context manager that saves a training loop to the folder or URL `run`.
+
+    It resumes from the newest intact checkpoint.
 
     `models`, `optimizers`, `schedulers` and `scalers` are further objects by name. `extra` is a
     function that returns values to save with each checkpoint (`resumed` contains them), or a
@@ -96,8 +104,13 @@ def checkpointing(
     their weights in bf16.
 
     A step without a save costs nothing. A save waits for the previous one and for a copy of the
-    state; the rest runs in a background thread, which calls `on_commit` with the new folder. Its
-    errors are raised by the next call. On SIGTERM the next `step` saves and exits.
+    state; the rest runs in a background thread, which calls `on_commit` with the new folder (or
+    URL). Its errors are raised by the next call. On SIGTERM the next `step` saves and exits.
+
+    With `remote`, a URL, every `remote_every`-th checkpoint and the last one are also uploaded, in
+    another thread. Once they are, old local ones are removed until the rest fits `local_bytes`. A
+    loop resumes from the newest checkpoint of both. If `run` is a URL, checkpoints are written to
+    a temporary folder and uploaded before the save ends. `storage_options` are passed to fsspec.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -115,6 +128,9 @@ def checkpointing(
     found = find_profile(profile)
     if found.is_model_only:
         raise ConfigError(f"cannot resume from profile {found.name!r}; use keep_history=True")
+    folder, remote_options = place_run(run, remote, remote_every, local_bytes, storage_options)
+    if remote_options is not None and keep_history:
+        raise ConfigError("keep_history is not supported with a remote run")
     objects = TrainingObjects(
         model,
         optimizer,
@@ -128,7 +144,7 @@ def checkpointing(
         scalers=scalers or {},
     )
     return Checkpointing(
-        local_path(run),
+        folder,
         objects,
         CheckpointOptions(
             every=every,
@@ -142,6 +158,7 @@ def checkpointing(
             on_commit=on_commit,
             threads=threads,
             pretrained=objects.open_pretrained(pretrained),
+            remote=remote_options,
         ),
     )
 
@@ -240,7 +257,7 @@ class CheckpointOptions:
     profile: Profile
     is_async: bool
     resume: bool
-    on_commit: Callable[[Path], object] | None
+    on_commit: Callable[[Any], object] | None
     threads: int | None
     name: str = "step-{:08d}"
     """Format of the folder name of a step."""
@@ -253,6 +270,8 @@ class CheckpointOptions:
     stores_all_weights: bool = False
     """See `SaveOptions`."""
     pretrained: Pretrained | None = None
+    remote: RemoteOptions | None = None
+    """Where to upload checkpoints."""
 
 
 class Checkpointing:
@@ -280,6 +299,9 @@ class Checkpointing:
         self._folder = LoopFolder(
             run, options.name, threads=options.threads, pretrained=options.pretrained
         )
+        self._remote = None
+        if options.remote is not None:
+            self._remote = RemoteRun(options.remote, run, self._folder.is_own, options.retention)
         self._newest: Saved | None = None
         """The checkpoint of the last saved or resumed step."""
         self._has_saved = False
@@ -297,6 +319,8 @@ class Checkpointing:
         with ExitStack() as stack:
             stack.enter_context(lock_folder(self.run))
             remove_incomplete(self.run)
+            if self._remote is not None:
+                stack.enter_context(self._remote)
             for name, problem in find_unreadable(self.run).items():
                 _log.warning(
                     "%s: unreadable checkpoint left as it is: %s", self.run / name, problem
@@ -405,7 +429,7 @@ class Checkpointing:
         if old is not None:
             path, base = old.path, old.manifest.base
             save = replace(save, base=self.run / base.name if base else None, merge=True)
-            saved = save_with_base(state, path, save)
+            saved = save_with_base(state, self.run / path.name, save)
         else:
             path = self._folder.choose_path(step, merge=options.merges_folders)
             point = self._folder.choose_base(options.base, options.keyframe_every)
@@ -418,9 +442,15 @@ class Checkpointing:
             _log.info("%s: not in %s, stored without it: %s", path, self._pretrained.path, names)
         self._newest, self._has_saved = saved, True
         _log.info("%s", saved)
-        self._folder.apply_retention(retention, keep_history=options.keep_history)
+        path = self.run / saved.path.name
+        if self._remote is not None:
+            saved = self._remote.add(saved, retention)
+        if isinstance(saved.path, Path):
+            self._folder.apply_retention(retention, keep_history=options.keep_history)
+        if self._remote is not None:
+            self._remote.evict()
         if options.on_commit:
-            options.on_commit(saved.path)
+            options.on_commit(path if isinstance(saved.path, Path) else str(saved.path))
         return saved
 
     def _check_best(self, metrics: Mapping[str, float]) -> None:
@@ -435,7 +465,10 @@ class Checkpointing:
             _log.warning("keep_best: no metric named %r so far; known metrics: %s", best, names)
 
     def _resume(self) -> None:
-        points = select_resumable(list_checkpoints(self.run))
+        points: Sequence[RunPoint] = select_resumable(list_checkpoints(self.run))
+        if self._remote is not None:  # local ones are tried before remote ones of the same step
+            both = [*select_resumable(self._remote.points()), *points]
+            points = sorted(both, key=lambda point: point.order)
         if self._is_restored:  # by the caller, who passed `start`
             self._check_newest(points)
             return
@@ -444,8 +477,11 @@ class Checkpointing:
                 f"{self.run} already contains {points[-1].name}; resume, or choose another folder"
             )
         for point in reversed(points):
+            path = self.run / point.name
             try:
-                stored = StoredState(point.path, pretrained=self._pretrained_path)
+                if self._remote is not None and not isinstance(point, Point):
+                    self._remote.fetch(point, self._folder.integrity)
+                stored = StoredState(path, pretrained=self._pretrained_path)
                 state = stored.load_state(threads=self._options.threads)
             except MissingBaseError:
                 raise  # older checkpoints need it too
@@ -457,7 +493,7 @@ class Checkpointing:
             self._adopt_pretrained(stored)
             self._objects.restore(state)
             self.resumed = state
-            self._continue_from(point, points)
+            self._continue_from(Point(path, point.manifest))
             return
         self._check_unreadable(len(points))
 
@@ -473,10 +509,13 @@ class Checkpointing:
             self._pretrained = self._objects.open_pretrained(found.path)
             self._folder.use_pretrained(self._pretrained)
 
-    def _continue_from(self, point: Point, points: Sequence[Point]) -> None:
+    def _continue_from(self, point: Point) -> None:
         self.start = self._done = point.manifest.step or 0
+        points = select_resumable(list_checkpoints(self.run))
         self._folder.count_since_keyframe(points[: points.index(point) + 1])
         if self._folder.is_own(point):
+            if self._remote is not None:
+                self._remote.continue_from(point, self.retention)
             summary = inspect(point.path / STATE)
             self._newest = Saved(point.path, point.manifest, summary)
 
@@ -492,11 +531,12 @@ class Checkpointing:
                 " them to another folder to start from the beginning"
             )
 
-    def _check_newest(self, points: Sequence[Point]) -> None:
+    def _check_newest(self, points: Sequence[RunPoint]) -> None:
         """Raise `ConfigError` if there are intact checkpoints of later steps than `start`."""
         newer = [point for point in points if (point.manifest.step or 0) > self.start]
         for point in reversed(newer):
-            if not self._options.sets_newer_aside and self._folder.integrity.is_intact(point):
+            is_intact = isinstance(point, Point) and self._folder.integrity.is_intact(point)
+            if not self._options.sets_newer_aside and is_intact:
                 raise ConfigError(
                     f"{self.run} contains {point.name}, but training resumes from step"
                     f" {self.start}; remove the newer checkpoint first"

@@ -21,6 +21,7 @@ from slimtensors.checkpoint.run import (
     HISTORY,
     Point,
     Retention,
+    RunPoint,
     choose_base,
     count_since_keyframe,
     find_bases,
@@ -56,9 +57,13 @@ class RunIntegrity:
         self._problems: dict[tuple[str, str], str] = {}
         """Folder name and id -> why the checkpoint is unusable, empty if it is intact."""
 
-    def record(self, point: Point, problem: str = "") -> None:
+    def record(self, point: RunPoint, problem: str = "") -> None:
         """Record that a checkpoint was read entirely, or why that failed."""
         self._problems[_key(point)] = problem
+
+    def forget(self, point: RunPoint) -> None:
+        """Read a checkpoint again when it is used next."""
+        self._problems.pop(_key(point), None)
 
     def is_damaged(self, point: Point) -> bool:
         """Return True if a checkpoint is known to be unusable; read nothing."""
@@ -118,7 +123,7 @@ class RunIntegrity:
         return f"{point.path}: damaged base: {problem}" if problem else ""
 
 
-def _key(point: Point) -> tuple[str, str]:
+def _key(point: RunPoint) -> tuple[str, str]:
     return point.name, point.manifest.id
 
 
@@ -173,7 +178,7 @@ class LoopFolder:
         self._pretrained = pretrained
         self.integrity.pretrained = pretrained.path if pretrained is not None else None
 
-    def is_own(self, point: Point) -> bool:
+    def is_own(self, point: RunPoint) -> bool:
         """Return True if a folder has the name that this loop gives to its step."""
         step = point.manifest.step
         if step is None or point.path.is_symlink():
@@ -188,7 +193,7 @@ class LoopFolder:
             if self.is_own(point) and not self.integrity.is_damaged(point)
         ]
 
-    def count_since_keyframe(self, points: Sequence[Point]) -> None:
+    def count_since_keyframe(self, points: Sequence[RunPoint]) -> None:
         """Continue after these checkpoints."""
         self._since_keyframe = count_since_keyframe(points)
 

@@ -22,7 +22,7 @@ from slimtensors.checkpoint.documents import (
     seal,
 )
 from slimtensors.errors import ConfigError, CorruptFileError
-from slimtensors.storage import LocalLocation, open_file
+from slimtensors.storage import Folder, as_location, open_file
 from slimtensors.storage.atomic import write_file_atomically
 from slimtensors.tensor import Json
 
@@ -196,12 +196,12 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     write_file_atomically(folder / MANIFEST, manifest.to_text().encode())
 
 
-def read_manifest(folder: Path) -> CheckpointManifest:
+def read_manifest(folder: Folder) -> CheckpointManifest:
     """Read `checkpoint.json`."""
     return parse_document(folder, MANIFEST, "checkpoint", CheckpointManifest.from_text)
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Folder) -> bool:
     """Return True if the folder contains a complete checkpoint."""
     try:
         return (folder / MANIFEST).is_file()
@@ -209,15 +209,15 @@ def is_checkpoint(folder: Path) -> bool:
         return False
 
 
-def content_id(path: Path) -> str:
+def content_id(path: Folder) -> str:
     """Return a hash of a safetensors file, computed from its header and checksums.
 
     The checksum of each stored tensor is in the header, or in its first bytes.
     """
-    file = open_file(LocalLocation(path))
+    file = open_file(as_location(path))
     digest = hashlib.sha256(file.text)
-    for entry in file.header.entries.values():
-        digest.update(file.read(entry, 16))
+    for data in file.read_starts(file.header.entries.values(), 16):
+        digest.update(data)
     return digest.hexdigest()[:32]
 
 

@@ -29,7 +29,7 @@ from slimtensors.quantization.checkpoint_layout import (
     is_from_transformers,
     outline_state,
 )
-from slimtensors.storage import LocalLocation, StrPath
+from slimtensors.storage import Folder, LocalLocation, StrPath
 from slimtensors.tensor import Spec
 
 _log = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _trace_rows(model: nn.Module, merged: Mapping[str, Tensor]) -> dict[str, Nam
 
 
 def describe_pretrained(
-    model: PretrainedModel, target: Path, *, threads: int | None = None
+    model: PretrainedModel, target: Folder, *, threads: int | None = None
 ) -> PretrainedBase:
     """Return what a checkpoint `target` records of the model that it needs."""
     place = Path(model.archive.path.rstrip("/")).absolute()
@@ -286,7 +286,9 @@ def describe_pretrained(
     name, hints = place.name.lstrip(".").replace("\\", "_"), []
     if isinstance(model.archive.location, LocalLocation):
         path = str(model.archive.location.path.absolute())
-        hints = [_relative_path(path, os.path.realpath(target.parent)), path]
+        hints = [path]
+        if isinstance(target, Path):
+            hints.insert(0, _relative_path(path, os.path.realpath(target.parent)))
     return PretrainedBase(
         name if is_plain_name(name) else "model",
         compute_id(model.compute_digests(threads=threads)),
@@ -303,7 +305,7 @@ def _relative_path(path: str, start: str) -> str:
 
 def find_pretrained(
     record: PretrainedBase,
-    checkpoint: Path,
+    checkpoint: Folder,
     entries: Collection[TensorEntry],
     *,
     path: StrPath | None = None,
@@ -343,14 +345,17 @@ def find_pretrained(
     )
 
 
-def _list_places(record: PretrainedBase, checkpoint: Path) -> Iterator[Path]:
+def _list_places(record: PretrainedBase, checkpoint: Folder) -> Iterator[Path]:
     """Yield folders and files that may be a model, the likely ones first, each of them once."""
-    run = Path(os.path.realpath(checkpoint)).parent
+    near: list[Path] = []
+    hints = [Path(hint) for hint in record.hints]
+    if isinstance(checkpoint, Path):
+        run = Path(os.path.realpath(checkpoint)).parent
+        near, hints = [run, run.parent], [run / hint for hint in hints]
     search = [Path(entry) for entry in os.environ.get(SEARCH_PATH, "").split(os.pathsep) if entry]
-    near = [run, run.parent]
     seen: set[str] = set()
     places: list[Callable[[], Iterable[Path]]] = [
-        lambda: (run / hint for hint in record.hints),
+        lambda: (hint for hint in hints if hint.is_absolute()),
         lambda: (folder / record.name for folder in (*near, *search)),
         lambda: search,
         lambda: (child for folder in (*near, *search) for child in _list_children(folder)),

@@ -3,10 +3,12 @@
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar, overload
 
 from slimtensors import archive
 from slimtensors.checkpoint.documents import MAX_BASES
@@ -28,7 +30,15 @@ from slimtensors.checkpoint.store import (
     save_state,
 )
 from slimtensors.errors import ConfigError, FormatError, MismatchError, describe_error
-from slimtensors.storage import StrPath, local_path, read_bytes
+from slimtensors.storage import (
+    INCOMPLETE,
+    Folder,
+    RemoteLocation,
+    StrPath,
+    locate_folder,
+    parent_of,
+    read_bytes,
+)
 from slimtensors.storage.atomic import (
     create_folder,
     find_leftovers,
@@ -36,9 +46,17 @@ from slimtensors.storage.atomic import (
     remove_folder,
     remove_unlocked,
 )
+from slimtensors.storage.claim import claim
 from slimtensors.storage.files import link_or_copy
+from slimtensors.storage.upload import find_interrupted, remove_interrupted, remove_uploaded
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOCK = ".lock"
+"""Claim of a process that writes to a remote run."""
+_REQUESTS = 16
 
 DAMAGED = "damaged-"
 """Prefix of folders that were set aside because their step was saved again."""
@@ -47,10 +65,10 @@ _KEPT = "base-"
 
 
 @dataclass(frozen=True)
-class Point:
-    """A complete checkpoint of a run."""
+class RunPoint:
+    """A complete checkpoint of a run, which may be remote."""
 
-    path: Path
+    path: Folder
     manifest: CheckpointManifest
 
     @property
@@ -65,9 +83,23 @@ class Point:
         return (-1 if step is None else step, self.manifest.created, self.name)
 
 
-def is_run(path: StrPath) -> bool:
-    """Return True if a folder contains checkpoints and is not a checkpoint itself."""
-    folder = Path(path)
+@dataclass(frozen=True)
+class Point(RunPoint):
+    """A complete checkpoint of a local run."""
+
+    path: Path
+
+
+P = TypeVar("P", bound=RunPoint)
+
+
+def is_run(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> bool:
+    """Return True if a folder or URL contains checkpoints and is not a checkpoint itself."""
+    folder = locate_folder(path, storage_options)
+    if not isinstance(folder, Path):
+        if folder.is_http or not folder.exists() or is_checkpoint(folder):
+            return False
+        return any(map(is_checkpoint, folder.folders()))
     if not folder.is_dir() or is_checkpoint(folder):
         return False
     return any(is_checkpoint(child) for child in folder.iterdir())
@@ -75,25 +107,60 @@ def is_run(path: StrPath) -> bool:
 
 def state_file(path: StrPath) -> StrPath:
     """Return the path of the tensors if `path` is a checkpoint folder, else `path`."""
-    if isinstance(path, str) and "://" in path:
-        return path
-    return Path(path) / STATE if is_checkpoint(Path(path)) else path
+    folder = locate_folder(path)
+    if not isinstance(folder, Path):
+        is_state = not folder.is_http and is_checkpoint(folder)
+        return f"{str(path).rstrip('/')}/{STATE}" if is_state else path
+    return folder / STATE if is_checkpoint(folder) else path
 
 
-def list_checkpoints(run: StrPath) -> list[Point]:
+@overload
+def list_checkpoints(run: Path) -> list[Point]: ...
+@overload
+def list_checkpoints(
+    run: StrPath, *, storage_options: dict[str, Any] | None = None
+) -> Sequence[RunPoint]: ...
+def list_checkpoints(
+    run: StrPath, *, storage_options: dict[str, Any] | None = None
+) -> Sequence[RunPoint]:
+    """Return the complete checkpoints of a run, a folder or a URL, the newest last."""
+    return list_points(locate_folder(run, storage_options))
+
+
+def list_points(run: Folder) -> Sequence[RunPoint]:
     """Return the complete checkpoints of a run, the newest last."""
-    folders = (p for p in _list_folders(local_path(run)) if not p.name.startswith(DAMAGED))
-    manifests = ((folder, _try_read_manifest(folder)) for folder in folders)
-    points = [Point(folder, manifest) for folder, manifest in manifests if manifest is not None]
+    folders = [p for p in _list_folders(run) if not p.name.startswith(DAMAGED)]
+    pairs = zip(folders, _map_folders(_try_read_manifest, folders), strict=True)
+    points = [_make_point(folder, manifest) for folder, manifest in pairs if manifest is not None]
     return sorted(points, key=lambda point: point.order)
 
 
-def find_unreadable(run: StrPath) -> dict[str, str]:
+def _make_point(folder: Folder, manifest: CheckpointManifest) -> RunPoint:
+    return Point(folder, manifest) if isinstance(folder, Path) else RunPoint(folder, manifest)
+
+
+def _map_folders(function: Callable[[Folder], T], folders: Sequence[Folder]) -> Iterable[T]:
+    """Return the results of a function, computed at the same time where they take requests."""
+    if not any(isinstance(folder, RemoteLocation) for folder in folders):
+        return map(function, folders)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        return list(pool.map(function, folders))
+
+
+def find_unreadable(
+    run: StrPath, *, storage_options: dict[str, Any] | None = None
+) -> dict[str, str]:
     """Return the unreadable checkpoints of a run by folder name, with the reason.
 
     They may be damaged, or written by a newer version or another program; nothing removes them.
     """
-    found = ((folder, _find_manifest_error(folder)) for folder in _list_folders(local_path(run)))
+    return find_unreadable_points(locate_folder(run, storage_options))
+
+
+def find_unreadable_points(run: Folder) -> dict[str, str]:
+    """Return the unreadable checkpoints of a run by folder name, with the reason."""
+    folders = list(_list_folders(run))
+    found = zip(folders, _map_folders(_find_manifest_error, folders), strict=True)
     return {folder.name: problem for folder, problem in found if problem}
 
 
@@ -110,17 +177,20 @@ def find_mentioned(names: Iterable[str], run: Path, points: Sequence[Point]) -> 
     return {name for name, found in keys.items() if any(k in text for text in texts for k in found)}
 
 
-def remove_checkpoint(path: StrPath) -> None:
+def remove_checkpoint(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
     """Remove a checkpoint; raise `ConfigError` if it is the base of another one in its run."""
-    folder = local_path(path)
+    folder = locate_folder(path, storage_options)
     read_manifest(folder)
     if folder.is_symlink():
         raise ConfigError(f"{folder} is a link; remove the folder that it leads to")
-    for point in list_checkpoints(folder.parent):
+    for point in list_points(parent_of(folder)):
         base = point.manifest.base
         if base is not None and base.name == folder.name:
             raise ConfigError(f"{folder} is the base of {point.name}; flatten {point.name} first")
-    remove_folder(folder)
+    if isinstance(folder, Path):
+        remove_folder(folder)
+    else:
+        remove_uploaded(folder, manifest=MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -139,10 +209,12 @@ class RunVerification:
         return not self.damaged and not self.incomplete
 
 
-def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
+def verify_run(
+    run: StrPath, *, threads: int | None = None, storage_options: dict[str, Any] | None = None
+) -> RunVerification:
     """Read every checkpoint of a run; verify all checksums and that all bases are intact."""
-    folder = local_path(run)
-    found = list_checkpoints(folder)
+    folder = locate_folder(run, storage_options)
+    found = list_points(folder)
     damaged: dict[str, str] = {}
     for point in found:
         try:
@@ -156,25 +228,34 @@ def verify_run(run: StrPath, *, threads: int | None = None) -> RunVerification:
         if point.name not in damaged and not bases.isdisjoint(damaged):
             names = ", ".join(sorted(bases & damaged.keys()))
             damaged[point.name] = f"{point.path} cannot be restored: damaged base {names}"
-    damaged |= find_unreadable(folder)
+    damaged |= find_unreadable_points(folder)
     unsealed = [point.name for point in found if not point.manifest.is_sealed]
-    return RunVerification(len(found), damaged, find_incomplete(folder), unsealed)
+    return RunVerification(len(found), damaged, _find_incomplete(folder), unsealed)
 
 
-def find_incomplete(run: StrPath) -> list[str]:
-    """Return the temporary folders of interrupted saves in a run, which `repair_run` removes."""
-    return [path.name for path in find_leftovers(local_path(run))]
+def find_incomplete(run: StrPath, *, storage_options: dict[str, Any] | None = None) -> list[str]:
+    """Return the folders of interrupted saves in a run, which `repair_run` removes."""
+    return _find_incomplete(locate_folder(run, storage_options))
 
 
-def repair_run(run: StrPath) -> list[str]:
-    """Remove temporary folders of interrupted saves, and return their names.
+def _find_incomplete(run: Folder) -> list[str]:
+    found: Iterable[Folder]
+    found = find_leftovers(run) if isinstance(run, Path) else find_interrupted(run)
+    return [path.name for path in found]
 
-    Everything else stays: temporary folders in use, and unreadable checkpoints, which
-    `find_unreadable` lists.
+
+def repair_run(run: StrPath, *, storage_options: dict[str, Any] | None = None) -> list[str]:
+    """Remove folders of interrupted saves, and return their names.
+
+    Everything else stays: folders in use, and unreadable checkpoints, which `find_unreadable`
+    lists.
     """
-    folder = local_path(run)
-    with lock_folder(folder):
-        return remove_incomplete(folder)
+    folder = locate_folder(run, storage_options)
+    if isinstance(folder, Path):
+        with lock_folder(folder):
+            return remove_incomplete(folder)
+    with claim(folder / LOCK):
+        return remove_interrupted(folder, manifest=MANIFEST)
 
 
 def remove_incomplete(run: Path) -> list[str]:
@@ -182,28 +263,33 @@ def remove_incomplete(run: Path) -> list[str]:
     return [path.name for path in find_leftovers(run) if remove_unlocked(path)]
 
 
-def _find_damage(point: Point, threads: int | None) -> str:
-    StoredState(point.path).find_pretrained()  # opens its bases too
-    result = archive.verify(point.path / STATE, threads=threads)
+def _find_damage(point: RunPoint, threads: int | None) -> str:
+    stored = StoredState(point.path)
+    stored.find_pretrained()  # opens its bases too
+    result = archive.verify(stored.archive, threads=threads)
     return next(iter(result.damaged.values()), "")
 
 
-def _list_folders(run: Path) -> Iterator[Path]:
+def _list_folders(run: Folder) -> Sequence[Folder]:
+    if not isinstance(run, Path):
+        return [folder for folder in run.folders() if not folder.name.startswith(".")]
     if not run.is_dir():
         raise FileNotFoundError(f"{run}: no such folder")
-    yield from (p for p in sorted(run.iterdir()) if p.is_dir() and not p.name.startswith("."))
+    return [p for p in sorted(run.iterdir()) if p.is_dir() and not p.name.startswith(".")]
 
 
-def _try_read_manifest(folder: Path) -> CheckpointManifest | None:
+def _try_read_manifest(folder: Folder) -> CheckpointManifest | None:
     try:
         return read_manifest(folder)
     except (FormatError, OSError):
         return None
 
 
-def _find_manifest_error(folder: Path) -> str:
+def _find_manifest_error(folder: Folder) -> str:
     """Return why the manifest of a checkpoint folder is unreadable, or an empty string."""
     try:
+        if isinstance(folder, RemoteLocation) and (folder / INCOMPLETE).exists():
+            return ""  # being written or removed, or left by a killed process
         if not any((folder / name).exists() for name in (MANIFEST, STATE)):
             return ""
         if folder.name.startswith(DAMAGED):
@@ -238,7 +324,7 @@ class Retention:
             raise ConfigError(f"best_is must be 'min' or 'max', got {self.best_is!r}")
 
     def select(
-        self, points: Sequence[Point], is_intact: Callable[[Point], bool] = lambda point: True
+        self, points: Sequence[P], is_intact: Callable[[P], bool] = lambda point: True
     ) -> set[str]:
         """Return the names to keep, including bases; the newest intact one is always kept.
 
@@ -260,7 +346,7 @@ class Retention:
         return include_bases(keep, points)
 
     def _find_best(
-        self, points: Sequence[Point], metric: str, is_intact: Callable[[Point], bool]
+        self, points: Sequence[P], metric: str, is_intact: Callable[[P], bool]
     ) -> list[str]:
         sign = 1 if self.best_is == "min" else -1
         values = ((point.manifest.metrics.get(metric, math.nan), point) for point in points)
@@ -269,7 +355,7 @@ class Retention:
         return [point.name for point in itertools.islice(filter(is_intact, ranked), 1)]
 
 
-def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
+def include_bases(names: Iterable[str], points: Sequence[RunPoint]) -> set[str]:
     """Return the names of these checkpoints and of all their direct and indirect bases."""
     by_name = {point.name: point for point in points}
     found: set[str] = set()
@@ -284,7 +370,7 @@ def include_bases(names: Iterable[str], points: Sequence[Point]) -> set[str]:
     return found
 
 
-def find_bases(name: str, points: Sequence[Point]) -> set[str]:
+def find_bases(name: str, points: Sequence[RunPoint]) -> set[str]:
     """Return the names of all direct and indirect bases of a checkpoint."""
     return include_bases([name], points) - {name}
 
@@ -346,7 +432,7 @@ _MAX_DELTA_RATIO = 0.85
 _HISTORY_KEYFRAME_EVERY = 8
 
 
-def select_resumable(points: Sequence[Point]) -> list[Point]:
+def select_resumable(points: Sequence[P]) -> list[P]:
     """Return the checkpoints from which training can resume."""
     return [point for point in points if point.manifest.profile != HISTORY]
 
@@ -382,7 +468,7 @@ def choose_base(
     return keyframe
 
 
-def count_since_keyframe(points: Sequence[Point]) -> int:
+def count_since_keyframe(points: Sequence[RunPoint]) -> int:
     """Return the number of checkpoints after the last keyframe."""
     keyframes = [i for i, point in enumerate(points) if point.manifest.base is None]
     return len(points) - 1 - keyframes[-1] if keyframes else 0

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
 from slimtensors.archive.copies import find_copies
-from slimtensors.archive.read import rebuild_state
+from slimtensors.archive.read import Archive, rebuild_state
 from slimtensors.archive.summary import Summary, format_bytes
 from slimtensors.archive.tree import flatten as flatten_tree
 from slimtensors.archive.tree import unflatten
@@ -64,8 +65,16 @@ from slimtensors.errors import (
     report_malformed,
 )
 from slimtensors.parallel import Each, Workers
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import (
+    Folder,
+    RemoteLocation,
+    StrPath,
+    local_path,
+    locate_folder,
+    parent_of,
+)
 from slimtensors.storage.atomic import create_folder, write_file_atomically
+from slimtensors.storage.upload import check_vacant, remove_interrupted, upload_folder
 from slimtensors.tensor import QUANTIZED_DTYPES, Json, Spec
 
 STATE = "state.safetensors"
@@ -78,7 +87,7 @@ Place = Callable[[Tensor], Tensor]
 class Saved:
     """Result of `save_checkpoint`."""
 
-    path: Path
+    path: Folder
     manifest: CheckpointManifest
     summary: Summary
     """Stored form and size of each tensor."""
@@ -109,8 +118,9 @@ def save_checkpoint(
     quantize_i8: bool = False,
     lossy: Filter | None = None,
     threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Saved:
-    """Write a training state to a new or empty folder, bit for bit by default.
+    """Write a training state to a new or empty folder or fsspec URL, bit for bit by default.
 
     With `base`, another checkpoint in the same parent folder, only differences are stored;
     unchanged tensors take no space. `pretrained` is a model folder or file anywhere, from which
@@ -118,7 +128,7 @@ def save_checkpoint(
     `profile` selects what may be rounded (see `PROFILES`); `quantize_i8` rounds weight matrices to
     8-bit integers. `lossy` restricts rounding to some tensors, or selects other tensors for
     `quantize_i8`. Tensors with NaN or infinity stay exact. The result contains the error of each
-    rounded tensor.
+    rounded tensor. `storage_options` are passed to fsspec.
 
     Example:
         >>> state = {"model": {"weight": torch.randn(64, 64)}, "step": 100}
@@ -129,25 +139,30 @@ def save_checkpoint(
         >>> saved.manifest.kind
         'delta'
     """
-    if base is not None and pretrained is None and _is_model(base):
+    if base is not None and pretrained is None and _is_model(base, storage_options):
         base, pretrained = None, base
     options = SaveOptions(
-        base,
+        locate_folder(base, storage_options) if base is not None else None,
         profile,
         quantize_i8=quantize_i8,
         lossy=lossy,
         threads=threads,
         pretrained=open_pretrained(pretrained),
     )
-    return save_state(FlatState.of(checkpoint), path, options)
+    target = locate_folder(path, storage_options)
+    if isinstance(target, Path):
+        return save_state(FlatState.of(checkpoint), target, options)
+    return _save_remote(FlatState.of(checkpoint), target, options)
 
 
-def _is_model(path: StrPath) -> bool:
+def _is_model(path: StrPath, storage_options: dict[str, Any] | None) -> bool:
     """Return True for weights that are no checkpoint: a file, a URL, or a folder with weights."""
-    if isinstance(path, str) and "://" in path:
-        return True
-    place = Path(path)
-    return not is_checkpoint(place) and (place.is_file() or any(place.glob("*.safetensors")))
+    place = locate_folder(path, storage_options)
+    if is_checkpoint(place):
+        return False
+    if not isinstance(place, Path):
+        return place.exists()
+    return place.is_file() or any(place.glob("*.safetensors"))
 
 
 def load_checkpoint(
@@ -156,8 +171,9 @@ def load_checkpoint(
     base: StrPath | None = None,
     pretrained: StrPath | None = None,
     threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read a training state and verify all checksums.
+    """Read a training state from a folder or URL and verify all checksums.
 
     A delta needs its base, by default the folder of that name next to it. A pretrained model is
     searched where it was, beside the checkpoint, and in the folders of the environment variable
@@ -168,10 +184,11 @@ def load_checkpoint(
         >>> load_checkpoint("run/first")
         {'step': 100, 'scale': tensor([1., 1., 1.])}
     """
-    if base is not None and pretrained is None and _is_model(base):
+    if base is not None and pretrained is None and _is_model(base, storage_options):
         base, pretrained = None, base
-    base_folder = local_path(base) if base is not None else None
-    stored = StoredState(local_path(path), base=base_folder, pretrained=pretrained)
+    base_folder = locate_folder(base, storage_options) if base is not None else None
+    folder = locate_folder(path, storage_options)
+    stored = StoredState(folder, base=base_folder, pretrained=pretrained)
     if pretrained is not None and not stored.needs_pretrained:
         raise ConfigError(f"{path} needs no pretrained model, but {pretrained} was passed")
     return stored.load_state(threads=threads)
@@ -186,7 +203,7 @@ def flatten(
 ) -> Saved:
     """Write a copy of a checkpoint that needs no base and no pretrained model."""
     stored = StoredState(local_path(path), pretrained=pretrained)
-    return _flatten(stored, target, SaveOptions(threads=threads))
+    return _flatten(stored, local_path(target), SaveOptions(threads=threads))
 
 
 def flatten_in_place(
@@ -210,7 +227,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _flatten(stored: "StoredState", target: StrPath, options: "SaveOptions") -> Saved:
+def _flatten(stored: "StoredState", target: Path, options: "SaveOptions") -> Saved:
     state = FlatState.of(stored.load_state(threads=options.threads))
     separate = _find_separate(state, options)
     if options.pretrained is None:
@@ -278,7 +295,7 @@ def find_weights(tree: Json | None) -> dict[str, str]:
 class SaveOptions:
     """Options of `save_state`; `save_checkpoint` documents them."""
 
-    base: StrPath | None = None
+    base: Folder | None = None
     profile: str | Profile = "exact"
     quantize_i8: bool = False
     lossy: Filter | None = None
@@ -296,8 +313,13 @@ class SaveOptions:
     """The model from which weights are differences."""
 
 
-def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
-    """Write a flattened state to a new or empty folder, as `save_checkpoint` does."""
+def save_state(
+    state: FlatState, path: Path, options: SaveOptions, target: Folder | None = None
+) -> Saved:
+    """Write a flattened state to a new or empty folder, as `save_checkpoint` does.
+
+    `target` is where the folder will be moved to, by default `path`.
+    """
     profile, lossy = find_profile(options.profile), options.lossy
     has_base = options.base is not None or options.pretrained is not None
     if options.quantize_i8 and (has_base or not profile.is_exact):
@@ -315,8 +337,18 @@ def save_state(state: FlatState, path: StrPath, options: SaveOptions) -> Saved:
     elif not has_base and profile.is_exact:
         content = _Content(_source_with_copies(state, separate))
     else:
-        content = _encode(state, profile, path, options, separate)
+        content = _encode(state, profile, target or path, options, separate)
     return _write(state, path, content, options)
+
+
+def _save_remote(state: FlatState, target: RemoteLocation, options: "SaveOptions") -> Saved:
+    """Write a state to a local temporary folder and upload it."""
+    check_vacant(target)
+    remove_interrupted(target.parent(), manifest=MANIFEST)
+    with TemporaryDirectory(prefix="slimtensors-") as folder:
+        saved = save_state(state, Path(folder, "checkpoint"), options, target)
+        upload_folder(Path(folder, "checkpoint"), target, manifest=MANIFEST)
+    return replace(saved, path=target)
 
 
 def _find_separate(state: FlatState, options: SaveOptions) -> set[str]:
@@ -352,7 +384,7 @@ class _Content:
 def _encode(
     state: FlatState,
     profile: Profile,
-    path: StrPath,
+    path: Folder,
     options: SaveOptions,
     separate: Collection[str],
 ) -> _Content:
@@ -381,7 +413,7 @@ def _encode(
         base=CheckpointBase(base.folder.name, base.manifest.id) if base else None,
         errors=encoder.errors,
         kept_exact=encoder.kept_exact,
-        pretrained=describe_pretrained(pretrained.model, local_path(path)) if pretrained else None,
+        pretrained=describe_pretrained(pretrained.model, path) if pretrained else None,
         unmatched=pretrained.unmatched if pretrained else (),
     )
 
@@ -459,9 +491,9 @@ def _find_metrics(state: Mapping[str, Any]) -> dict[str, float]:
     return read_metrics(metrics) if isinstance(metrics, dict) else {}
 
 
-def _open_base(base: StrPath, path: StrPath, pretrained: StrPath | None) -> "StoredState":
-    folder, target = (Path(os.path.realpath(local_path(p))) for p in (base, path))
-    if folder.parent != target.parent:
+def _open_base(base: Folder, path: Folder, pretrained: StrPath | None) -> "StoredState":
+    folder, target = (Path(os.path.realpath(p)) if isinstance(p, Path) else p for p in (base, path))
+    if parent_of(folder) != parent_of(target):
         raise ConfigError(f"{base}: a base must be in the same parent folder as its deltas")
     if not is_plain_name(folder.name):
         raise ConfigError(f"{base}: the name of a base must not be hidden or contain a backslash")
@@ -473,10 +505,10 @@ class StoredState:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         *,
-        base: Path | None = None,
-        deltas: Sequence[Path] = (),
+        base: Folder | None = None,
+        deltas: Sequence[Folder] = (),
         pretrained: StrPath | None = None,
     ) -> None:
         """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last.
@@ -484,7 +516,7 @@ class StoredState:
         `pretrained` is the model that it needs, which is searched by default, on first use.
         """
         self.folder = folder
-        self.bases: Sequence[Path] = ()
+        self.bases: Sequence[Folder] = ()
         """Folders of all direct and indirect bases, the nearest first."""
         self.manifest = read_manifest(folder)
         check_chain(folder, deltas)
@@ -535,6 +567,11 @@ class StoredState:
                     self.manifest.pretrained, self.folder, entries, path=path
                 )
             return self._pretrained
+
+    @property
+    def archive(self) -> Archive:
+        """The open file."""
+        return self._file.archive
 
     @property
     def tree(self) -> Json | None:
@@ -603,13 +640,13 @@ class StoredState:
         """Read and decode all tensors and return the nested state; `place` may move each tensor."""
         return _load_state(self._file, threads, place)
 
-    def _open_base(self, path: Path | None, deltas: Sequence[Path]) -> "StoredState | None":
+    def _open_base(self, path: Folder | None, deltas: Sequence[Folder]) -> "StoredState | None":
         base = self.manifest.base
         if base is None:
             if path is not None:
                 raise ConfigError(f"{self.folder} needs no base, but base={path} was passed")
             return None
-        folder = path or self.folder.parent / base.name
+        folder = path or parent_of(self.folder) / base.name
         delta = f"{self.folder} is a delta of {base.name} (id {base.id})"
         if not is_checkpoint(folder):
             raise MismatchError(

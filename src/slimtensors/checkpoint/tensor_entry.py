@@ -23,6 +23,7 @@ from slimtensors.codecs.residual import (
 )
 from slimtensors.errors import CorruptFileError, FormatError, MismatchError, report_malformed
 from slimtensors.parallel import Each, Workers, serially
+from slimtensors.storage import Folder
 from slimtensors.tensor import (
     QUANTIZED_DTYPES,
     Json,
@@ -144,9 +145,12 @@ class TensorFile(Mapping[str, Tensor]):
     """The tensors of one file of a checkpoint, decoded on access."""
 
     def __init__(
-        self, path: Path, load_base: LoadBase, load_pretrained: LoadPretrained = _refuse_pretrained
+        self,
+        path: Folder,
+        load_base: LoadBase,
+        load_pretrained: LoadPretrained = _refuse_pretrained,
     ) -> None:
-        self.archive = Archive(path)
+        self.archive = Archive(path) if isinstance(path, Path) else Archive.from_location(path)
         self.entries, self.tied, self.copies = _read_entries(self.archive)
         """Entries by name, empty if all tensors are whole; names that share memory; names of
         tensors with the bits of another one."""

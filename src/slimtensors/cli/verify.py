@@ -3,16 +3,15 @@
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from slimtensors.archive import Archive, Verification, verify
 from slimtensors.archive.summary import count_noun
 from slimtensors.checkpoint import is_run, state_file, verify_run
 from slimtensors.checkpoint.manifest import MANIFEST, UNSEALED
-from slimtensors.checkpoint.store import StoredState
+from slimtensors.checkpoint.store import STATE, StoredState
 from slimtensors.cli import console
 from slimtensors.errors import ConfigError, FormatError, MismatchError
-from slimtensors.storage import is_distributed
+from slimtensors.storage import is_distributed, locate_folder
 
 EXAMPLES = (
     "slimtensors verify my-model-slim --against my-model",
@@ -63,7 +62,7 @@ def _verify(options: argparse.Namespace) -> Verification:
 def _checkpoint(options: argparse.Namespace) -> Verification:
     """Verify one checkpoint: its manifest, its tensors, and those of its bases."""
     try:
-        stored = StoredState(Path(options.source))
+        stored = StoredState(locate_folder(options.source))
         stored.find_pretrained()
     except (FormatError, MismatchError) as error:
         return Verification(0, {MANIFEST: str(error)})
@@ -72,7 +71,7 @@ def _checkpoint(options: argparse.Namespace) -> Verification:
     found = _archive(options)
     damaged = dict(found.damaged)
     for folder in stored.bases:
-        result = verify(state_file(folder), threads=options.threads)
+        result = verify(str(folder / STATE), threads=options.threads)
         damaged |= {f"{folder.name}: {name}": text for name, text in result.damaged.items()}
     return replace(found, damaged=damaged)
 

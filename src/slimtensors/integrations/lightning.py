@@ -250,9 +250,9 @@ class SlimCheckpointIO(_plugins.CheckpointIO):  # type: ignore[name-defined]
     def _upload(self, state: FlatState, location: RemoteLocation) -> None:
         with TemporaryDirectory() as folder:
             options = SaveOptions(profile=self._profile, threads=self._threads)
-            saved = save_state(state, Path(folder, "checkpoint"), options)
+            save_state(state, Path(folder, "checkpoint"), options)
             location.parent().make_folder()
-            location.upload(saved.path / STATE)
+            location.upload(Path(folder, "checkpoint", STATE))
 
     def _remove_pending(self) -> None:
         """Remove checkpoints unless one is being saved; its thread removes them afterwards."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slimtensors.archive import Archive, Progress
 from slimtensors.archive.summary import TensorSummary
-from slimtensors.checkpoint import Point, points
+from slimtensors.checkpoint import points
+from slimtensors.checkpoint.run import RunPoint
 from slimtensors.checkpoint.store import StoredState
 from slimtensors.codecs.statistics import count_zeros
 from slimtensors.errors import FormatError, MismatchError
@@ -59,7 +60,7 @@ def collect(
     With the original model in `against`, errors are measured; otherwise they are those recorded
     in the files. All data is read twice. `progress` counts stored bytes.
     """
-    title = Path(source).resolve().name if "://" not in str(source) else str(source)
+    title = _name_source(source)
     variant = collect_variant(
         source, title, against=against, keep=keep, threads=threads, progress=progress
     )
@@ -114,9 +115,13 @@ def collect_run(run: StrPath, *, threads: int | None = None) -> Report:
     if not found:
         raise FormatError(f"{run}: no checkpoint found")
     newest = found[-1]
-    variant = collect_variant(newest.path, newest.name, threads=threads)
-    report = new_report(Path(run).resolve().name, [variant])
+    variant = collect_variant(str(newest.path), newest.name, threads=threads)
+    report = new_report(_name_source(run), [variant])
     return replace(report, checkpoints=[_checkpoint_report(point) for point in found])
+
+
+def _name_source(source: StrPath) -> str:
+    return Path(source).resolve().name if "://" not in str(source) else str(source)
 
 
 def collect_checkpoints(run: StrPath) -> list[CheckpointReport]:
@@ -130,7 +135,7 @@ def new_report(title: str, variants: list[Variant]) -> Report:
     return Report(title, now, version("slimtensors"), variants)
 
 
-def _checkpoint_report(point: Point) -> CheckpointReport:
+def _checkpoint_report(point: RunPoint) -> CheckpointReport:
     manifest, state = point.manifest, StoredState(point.path)
     return CheckpointReport(
         point.name,

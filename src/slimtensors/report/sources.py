@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from slimtensors.quantization.state_dict import (
     join_name,
 )
 from slimtensors.quantization.targets import choose_format
-from slimtensors.storage import StrPath
+from slimtensors.storage import StrPath, locate_folder
 from slimtensors.tensor import Json, dtype_name
 
 
@@ -70,7 +69,7 @@ def open_tensors(
     archive = open_archive(path)
     summaries = {t.name: t for t in summarize(archive).tensors if t.codec != "tied"}
     if path != source:
-        return _open_checkpoint(StoredState(Path(source)), archive, summaries)
+        return _open_checkpoint(StoredState(locate_folder(source)), archive, summaries)
     config = _quantization_config(source)
     if config is not None:
         return _open_quantized(archive, summaries, config)

@@ -454,11 +454,11 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _prefix(path: Path) -> str:
-    return f".{os.fsdecode(os.fsencode(path.name)[:_MAX_NAME])}.{_machine_id()}"
+    return f".{os.fsdecode(os.fsencode(path.name)[:_MAX_NAME])}.{machine_id()}"
 
 
 @cache
-def _machine_id() -> str:
+def machine_id() -> str:
     """Return 8 hexadecimal digits that identify this machine."""
     name = f"{platform.node()} {uuid.getnode()}"
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]

@@ -1,16 +1,19 @@
 """Locations of files and folders: local paths and fsspec URLs, read by byte ranges."""
 
+import errno
 import mmap
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from slimtensors.errors import ConfigError, CorruptFileError, MissingDependencyError, SlimError
+from slimtensors.errors import ConfigError, CorruptFileError, MissingDependencyError
 from slimtensors.storage.files import StrPath, open_regular
+from slimtensors.storage.remote_file import IN_FLIGHT, PART, Range, RemoteFile
+from slimtensors.storage.retry import send
 
 _PAGE = mmap.PAGESIZE
 _LARGE = 1 << 20
@@ -54,6 +57,12 @@ class ByteSource(Protocol):
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return a read-only view of the bytes, valid until `release`."""
+        ...
+
+    def read_ranges(
+        self, ranges: Iterable[Range], *, in_flight: int = IN_FLIGHT
+    ) -> Iterator[memoryview]:
+        """Yield the bytes of each range in this order; request `in_flight` bytes at a time."""
         ...
 
     def release(self, begin: int, end: int) -> None:
@@ -244,6 +253,11 @@ class RemoteLocation:
         protocols = self.filesystem.protocol
         return (protocols,) if isinstance(protocols, str) else tuple(protocols)
 
+    @property
+    def is_http(self) -> bool:
+        """Whether this is a web server: it lists no folders, and may not read ranges."""
+        return "http" in self.protocols
+
     def parent(self) -> "RemoteLocation":  # noqa: D102
         return RemoteLocation(self.filesystem, self.path.rpartition("/")[0])
 
@@ -251,15 +265,12 @@ class RemoteLocation:
         return RemoteLocation(self.filesystem, f"{self.path}/{name}")
 
     def exists(self) -> bool:  # noqa: D102
-        with name_errors(str(self)):
-            self.filesystem.invalidate_cache()  # other processes may write there
-            return bool(self.filesystem.exists(self.path))
+        self.filesystem.invalidate_cache()  # other processes may write there
+        return bool(send(str(self), lambda: self.filesystem.exists(self.path)))
 
     def stamp(self) -> str:  # noqa: D102
-        with name_errors(str(self)):
-            self.filesystem.invalidate_cache()
-            size = self.filesystem.info(self.path)["size"]
-            return f"{size}:{self.filesystem.checksum(self.path)}"
+        size = self.size()
+        return f"{size}:{send(str(self), lambda: self.filesystem.checksum(self.path))}"
 
     def identity(self) -> object:
         """Return None: a file system may have none, and asking for it takes time."""
@@ -270,25 +281,67 @@ class RemoteLocation:
         return nullcontext(self)
 
     def is_folder(self) -> bool:  # noqa: D102
-        with name_errors(str(self)):
-            return not self.filesystem.isfile(self.path) and bool(self.filesystem.isdir(self.path))
+        files = self.filesystem
+        return bool(send(str(self), lambda: not files.isfile(self.path) and files.isdir(self.path)))
 
     def files(self) -> list[str]:  # noqa: D102
-        with name_errors(str(self)):
-            listing = self.filesystem.ls(self.path, detail=True)
+        listing = send(str(self), lambda: self.filesystem.ls(self.path, detail=True))
         return sorted(e["name"].rpartition("/")[2] for e in listing if e["type"] == "file")
 
     def walk(self) -> list[str]:  # noqa: D102
-        with name_errors(str(self)):
-            found = self.filesystem.find(self.path)
+        self.filesystem.invalidate_cache()
+        found = send(str(self), lambda: self.filesystem.find(self.path))
         return sorted(str(path).removeprefix(self.path).lstrip("/") for path in found)
 
     def read(self) -> bytes:  # noqa: D102
-        with name_errors(str(self)):
-            return bytes(self.filesystem.cat_file(self.path))
+        return send(str(self), lambda: bytes(self.filesystem.cat_file(self.path)))
 
     def open(self) -> ByteSource:  # noqa: D102
-        return RemoteFile(self.filesystem, self.path, str(self))
+        return RemoteFile(
+            self.filesystem, self.path, str(self), self.size(), is_divided=not self.is_http
+        )
+
+    # The part of pathlib's interface that reading a checkpoint takes, see `Folder`.
+
+    def __truediv__(self, name: str) -> "RemoteLocation":
+        return self.child(name)
+
+    def with_name(self, name: str) -> "RemoteLocation":
+        """Return the file or folder of this name beside it."""
+        return self.parent().child(name)
+
+    def is_file(self) -> bool:
+        """Return True if this is a file now."""
+        self.filesystem.invalidate_cache()
+        return bool(send(str(self), lambda: self.filesystem.isfile(self.path)))
+
+    def is_symlink(self) -> bool:
+        """Return False: links are not distinguished from what they lead to."""
+        return False
+
+    def folders(self) -> "list[RemoteLocation]":
+        """List the folders in this folder, sorted."""
+        self.filesystem.invalidate_cache()
+        listing = send(str(self), lambda: self.filesystem.ls(self.path, detail=True))
+        names = (e["name"].rstrip("/") for e in listing if e["type"] == "directory")
+        return [self.child(name.rpartition("/")[2]) for name in sorted(names)]
+
+    def size(self) -> int:
+        """Return the size of the file in bytes."""
+        self.filesystem.invalidate_cache()
+        size = send(str(self), lambda: self.filesystem.info(self.path)["size"])
+        if size is None:
+            raise OSError(f"{self}: the server did not report the file size")
+        return int(size)
+
+    def modified(self) -> datetime | None:
+        """Return when the file was written by the clock of the storage; None if unknown."""
+        self.filesystem.invalidate_cache()
+        with suppress(NotImplementedError):
+            found = send(str(self), lambda: self.filesystem.modified(self.path))
+            if isinstance(found, datetime):
+                return found if found.tzinfo else found.replace(tzinfo=UTC)
+        return None
 
     def contains(self, other: StrPath) -> bool:
         """Return True if `other` is this location or inside of it."""
@@ -310,29 +363,84 @@ class RemoteLocation:
 
     def write(self, data: bytes) -> None:
         """Write a file with this content."""
-        with name_errors(str(self)):
-            self.filesystem.pipe_file(self.path, data)
+        send(str(self), lambda: self.filesystem.pipe_file(self.path, data))
+
+    def create(self, data: bytes) -> None:
+        """Write a new file; raise `FileExistsError` if it exists, in one step where supported."""
+
+        def request() -> None:
+            try:
+                self.filesystem.pipe_file(self.path, data, mode="create")
+            except OSError as error:
+                if error.errno == errno.EINVAL and "condition" in str(error):  # status 412
+                    raise FileExistsError(f"{self} already exists") from error
+                raise
+
+        send(str(self), request)
 
     def upload(self, path: Path) -> None:
         """Upload a local file."""
-        with name_errors(str(self)):
-            self.filesystem.put_file(str(path), self.path)
+        send(str(self), lambda: self.filesystem.put_file(str(path), self.path))
 
     def download(self, path: Path) -> None:
         """Download the file to a local path."""
-        with name_errors(str(self)):
-            self.filesystem.get_file(self.path, str(path))
+        if self.is_http:
+            send(str(self), lambda: self.filesystem.get_file(self.path, str(path)))
+            return
+        source = self.open()
+        parts = range(0, source.size, PART)
+        with path.open("wb") as file:
+            for data in source.read_ranges((i, min(i + PART, source.size)) for i in parts):
+                file.write(data)
 
     def make_folder(self) -> None:
         """Create the folder and its parents, where the file system has folders."""
-        with name_errors(str(self)):
-            self.filesystem.makedirs(self.path, exist_ok=True)
+        send(str(self), lambda: self.filesystem.makedirs(self.path, exist_ok=True))
+
+    def unlink(self) -> None:
+        """Remove a file if it exists."""
+        with suppress(FileNotFoundError):
+            send(str(self), lambda: self.filesystem.rm_file(self.path))
 
     def remove(self) -> None:
         """Remove the file or folder, recursively, if it exists."""
         if self.exists():
-            with name_errors(str(self)):
-                self.filesystem.rm(self.path, recursive=True)
+            send(str(self), lambda: self.filesystem.rm(self.path, recursive=True))
+
+
+Folder = Path | RemoteLocation
+"""A folder or file; both types have the same methods for reading."""
+
+
+def is_url(where: StrPath) -> bool:
+    """Return True for a URL, False for a local path."""
+    return isinstance(where, str) and "://" in where
+
+
+def file_size(path: Folder) -> int:
+    """Return the size of a file in bytes."""
+    return path.stat().st_size if isinstance(path, Path) else path.size()
+
+
+def parent_of(folder: Folder) -> Folder:
+    """Return the parent folder."""
+    return folder.parent if isinstance(folder, Path) else folder.parent()
+
+
+def as_location(folder: Folder) -> Location:
+    """Return a path as a location."""
+    return LocalLocation(folder) if isinstance(folder, Path) else folder
+
+
+def locate_folder(where: StrPath, storage_options: dict[str, Any] | None = None) -> Folder:
+    """Return a local path or, for a URL, its location; `file://` is local."""
+    found = locate(where, storage_options=storage_options)
+    if isinstance(found, LocalLocation):
+        if storage_options:
+            raise ConfigError(f"{where} is a local path; storage_options are for URLs")
+        return local_path(where)
+    assert isinstance(found, RemoteLocation)
+    return Path(found.path) if "file" in found.protocols else found
 
 
 class MappedFile:
@@ -358,6 +466,12 @@ class MappedFile:
         if end - begin >= _LARGE:
             self._prefetch(begin, end)
         return self._bytes[begin:end]
+
+    def read_ranges(
+        self, ranges: Iterable[Range], *, in_flight: int = IN_FLIGHT
+    ) -> Iterator[memoryview]:
+        """Yield views of the mapped bytes."""
+        yield from (self.read(begin, end) for begin, end in ranges)
 
     def _prefetch(self, begin: int, end: int) -> None:
         """Prefetch these pages and, on sequential access, those that follow.
@@ -389,60 +503,3 @@ class MappedFile:
         if hasattr(mmap, advice):
             start = begin // _PAGE * _PAGE
             self._map.madvise(getattr(mmap, advice), start, end - start)
-
-
-class RemoteFile:
-    """An fsspec file. Small reads are served from a prefetched block, large ones directly."""
-
-    def __init__(self, filesystem: Any, path: str, name: str) -> None:
-        self.name = name
-        self.identity: object = None
-        with name_errors(name):
-            size = filesystem.info(path)["size"]
-        if size is None:
-            raise OSError(f"{name}: the server did not report the file size")
-        self.size = int(size)
-        self._filesystem, self._path = filesystem, path
-        self._block_start, self._block = 0, memoryview(b"")
-        self._lock = threading.Lock()
-
-    def read(self, begin: int, end: int) -> memoryview:
-        """Read the bytes."""
-        if end - begin >= _LARGE:
-            return self._fetch(begin, end)
-        with self._lock:
-            block_end = self._block_start + len(self._block)
-            if not self._block_start <= begin <= end <= block_end:
-                is_sequential = self._block_start <= begin <= block_end
-                ahead = begin + (4 * _LARGE if is_sequential else _LARGE // 16)
-                self._block = self._fetch(begin, min(max(ahead, end), self.size))
-                self._block_start = begin
-            start = begin - self._block_start
-            return self._block[start : start + end - begin]
-
-    def release(self, begin: int, end: int) -> None:
-        """Do nothing: every read returns its own memory."""
-
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        if begin == end:
-            return memoryview(b"")
-        with name_errors(self.name):
-            data = bytearray(self._filesystem.cat_file(self._path, start=begin, end=end))
-        if len(data) == self.size:  # a server without range requests sends everything
-            data = data[begin:end]
-        if len(data) != end - begin:
-            raise CorruptFileError(f"{self.name}: expected {end - begin} bytes, got {len(data)}")
-        return memoryview(data)  # of a bytearray: torch warns about read-only memory
-
-
-@contextmanager
-def name_errors(url: str) -> Iterator[None]:
-    """Raise errors of a file system as `OSError` with the URL."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{url}: no such file or folder") from None
-    except (OSError, SlimError):
-        raise
-    except Exception as error:  # every storage client has its own exceptions
-        raise OSError(f"{url}: {error}") from error

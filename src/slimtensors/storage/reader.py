@@ -5,7 +5,7 @@ import json
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,7 +15,13 @@ import torch
 from slimtensors.errors import CorruptFileError, FormatError, MissingFileError, MixedShardsError
 from slimtensors.storage.files import StrPath
 from slimtensors.storage.foreign import explain_file, explain_folder
-from slimtensors.storage.location import ByteSource, Location
+from slimtensors.storage.location import (
+    ByteSource,
+    Location,
+    RemoteLocation,
+    is_url,
+    locate_folder,
+)
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 SINGLE = "model.safetensors"
@@ -113,6 +119,13 @@ class StoredFile:
         """Return the bytes of a stored tensor, or the first `size`; valid until `release`."""
         begin, end = self.header.size + entry.begin, self.header.size + entry.end
         return self.source.read(begin, end if size is None else min(begin + size, end))
+
+    def read_starts(self, entries: Iterable[HeaderEntry], size: int) -> Iterator[memoryview]:
+        """Yield the first `size` bytes of each stored tensor."""
+        spans = ((self.header.size + entry.begin, entry) for entry in entries)
+        return self.source.read_ranges(
+            (begin, min(begin + size, self.header.size + entry.end)) for begin, entry in spans
+        )
 
     def read_part(self, entry: HeaderEntry, begin: int, end: int) -> memoryview:
         """Return a range of the bytes of a stored tensor; valid until `release_part`."""
@@ -282,9 +295,12 @@ def parse_index(text: bytes, index: str) -> dict[str, list[str]]:
     return shards
 
 
-def is_distributed(path: StrPath) -> bool:
-    """Return True if this is a local distributed checkpoint."""
-    return (Path(path) / DISTRIBUTED).is_file()
+def is_distributed(path: StrPath | RemoteLocation) -> bool:
+    """Return True if this is a distributed checkpoint, local or remote."""
+    where = locate_folder(path) if not isinstance(path, RemoteLocation) and is_url(path) else path
+    if isinstance(where, RemoteLocation):
+        return not where.is_http and (where / DISTRIBUTED).is_file()
+    return (Path(where) / DISTRIBUTED).is_file()
 
 
 def is_inside(name: object) -> bool:

@@ -22,7 +22,7 @@ from slimtensors.parallel import Workers
 from slimtensors.storage import LocalLocation, RemoteLocation, StrPath, locate, sync_folder
 from slimtensors.storage.atomic import make_folders, remove_folder, temporary_file
 from slimtensors.storage.files import name_write_errors
-from slimtensors.storage.location import name_errors
+from slimtensors.storage.retry import send
 from slimtensors.sync.manifest import FORMAT, Version, VersionFile
 from slimtensors.tensor import Json, ceil_div
 
@@ -181,8 +181,10 @@ class Store:
 
         def get(i: int) -> None:
             begin, end = i * _RANGE, min((i + 1) * _RANGE, size)
-            with name_errors(str(location)):
-                data = location.filesystem.cat_file(location.path, start=begin, end=end)
+            data = send(
+                str(location),
+                lambda: location.filesystem.cat_file(location.path, start=begin, end=end),
+            )
             if len(data) != end - begin:
                 raise CorruptFileError(f"{location}: expected {end - begin} bytes, got {len(data)}")
             with name_write_errors(target):
@@ -230,8 +232,7 @@ class Store:
         assert isinstance(location, RemoteLocation)
         if _CONDITIONAL & set(location.protocols):
             try:
-                with name_errors(str(location)):
-                    location.filesystem.pipe_file(location.path, data, mode="create")
+                location.create(data)
             except FileExistsError:
                 # A request that succeeded is repeated if its answer was lost.
                 return location.read() == data

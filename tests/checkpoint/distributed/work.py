@@ -312,6 +312,20 @@ def stuck(folder):
     return killed(folder, HangingPlanner)
 
 
+def remote(folder):
+    """Save a checkpoint and its delta to the URL in `remote.json`, and load the delta."""
+    url, options = json.loads((folder / "remote.json").read_text())
+    first = {"rows": distribute(torch.arange(4000.0)), "copy": torch.ones(3), "step": 1}
+    later = {"rows": distribute(torch.arange(4000.0) + 0.5), "copy": torch.ones(3), "step": 2}
+    dcp.save(first, storage_writer=StorageWriter(f"{url}/a", storage_options=options))
+    over = StorageWriter(f"{url}/b", base=f"{url}/a", storage_options=options)
+    dcp.save(later, storage_writer=over)
+    loaded = {"rows": distribute(torch.zeros(4000)), "copy": torch.zeros(3), "step": 0}
+    dcp.load(loaded, storage_reader=StorageReader(f"{url}/b", storage_options=options))
+    is_equal = loaded["rows"].to_local().equal(later["rows"].to_local())
+    return is_equal and loaded["step"] == 2
+
+
 def distribute(x):
     return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
 

@@ -58,7 +58,8 @@ class RankAssignment:
     """Where a rank writes its file; the coordinator sends it with the global plan."""
 
     run: str
-    folder: Path
+    folder: Path | None
+    """The shared temporary folder; None if each rank uploads its file."""
     rank: int
 
 
@@ -75,6 +76,7 @@ class RankFileInfo:
 
 
 def write_rank_file(
+    folder: Path,
     assignment: RankAssignment,
     pieces: Sequence[Piece],
     objects: Mapping[str, Any],
@@ -95,7 +97,7 @@ def write_rank_file(
         source = encoder.build_source(state.tree)
         errors, kept_exact = encoder.errors, encoder.kept_exact
         choose = require_lossless(choose)
-    path = assignment.folder / format_file_name(assignment.rank)
+    path = folder / format_file_name(assignment.rank)
     writing = WriteOptions(preset=choose, threads=options.threads)
     summary = write(source, path, writing).summary()
     measured = {t.name: t.error for t in summary.tensors if t.error is not None}

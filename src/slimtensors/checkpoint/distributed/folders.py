@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ from slimtensors.storage import (
     StrPath,
     is_distributed,
     local_path,
+    locate_folder,
     read_bytes,
     write_file_atomically,
 )
@@ -70,6 +72,7 @@ def consolidate(
     preset: str | Plan | Chooser = "dense",
     max_shard_size: int | str = "5GB",
     threads: int | None = None,
+    storage_options: dict[str, Any] | None = None,
 ) -> Summary:
     """Write the model of a distributed checkpoint as a model folder.
 
@@ -84,7 +87,7 @@ def consolidate(
         >>> len(consolidate("checkpoint", "model").tensors)
         1
     """
-    stored = StoredShards(local_path(path))
+    stored = StoredShards(locate_folder(path, storage_options))
     stored.check_files()
     items = _find_model(stored, key)
     statistics: dict[str, Sparsity] = {}
@@ -153,9 +156,9 @@ def distribute(
     )
 
 
-def inspect(path: StrPath) -> Summary:
+def inspect(path: StrPath, *, storage_options: dict[str, Any] | None = None) -> Summary:
     """Return the stored form and size of each tensor, summed over its pieces."""
-    stored = StoredShards(local_path(path))
+    stored = StoredShards(locate_folder(path, storage_options))
     stored.check_files()
     pieces: dict[str, list[TensorSummary]] = {name: [] for name in stored.manifest.tensors}
     for piece in stored.iter_summaries():
@@ -169,12 +172,14 @@ def inspect(path: StrPath) -> Summary:
     return Summary(tensors, [str(stored.folder / name) for name in stored.manifest.files])
 
 
-def verify(path: StrPath, *, threads: int | None = None) -> Verification:
+def verify(
+    path: StrPath, *, threads: int | None = None, storage_options: dict[str, Any] | None = None
+) -> Verification:
     """Read the checkpoint, and its base where needed, and verify all checksums.
 
     Raise if a file is missing, or if the base is missing or another one.
     """
-    stored = StoredShards(local_path(path))
+    stored = StoredShards(locate_folder(path, storage_options))
     stored.check_files()
     tensors = stored.manifest.tensors
     pieces = [

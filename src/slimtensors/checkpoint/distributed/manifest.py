@@ -37,7 +37,7 @@ from slimtensors.errors import (
     UnsupportedTensorError,
 )
 from slimtensors.storage import DISTRIBUTED as MANIFEST
-from slimtensors.storage import open_for_reading, write_file_atomically
+from slimtensors.storage import Folder, open_for_reading, write_file_atomically
 from slimtensors.tensor import Json, Spec, is_valid_text, parse_shape
 
 VERSION = 1
@@ -145,14 +145,16 @@ def write_distributed_manifest(folder: Path, manifest: DistributedManifest) -> N
     write_file_atomically(folder / MANIFEST, manifest.to_text().encode())
 
 
-def read_distributed_manifest(folder: Path) -> DistributedManifest:
+def read_distributed_manifest(folder: Folder) -> DistributedManifest:
     """Read `distributed.json`."""
     return parse_document(folder, MANIFEST, "distributed checkpoint", DistributedManifest.from_text)
 
 
-def read_base_name(folder: Path) -> str | None:
+def read_base_name(folder: Folder) -> str | None:
     """Return the folder name of the base of a checkpoint; read only the head of the manifest."""
-    with io.TextIOWrapper(open_for_reading(folder / MANIFEST), "utf-8", "replace") as file:
+    path = folder / MANIFEST
+    raw = open_for_reading(path) if isinstance(path, Path) else io.BytesIO(path.read())
+    with io.TextIOWrapper(raw, "utf-8", "replace") as file:
         line = next((line for line in file if line.startswith('"base": ')), '"base": null')
     try:
         base = json.loads("{" + line.rstrip(",\n") + "}")["base"]

@@ -5,9 +5,11 @@ import os
 import re
 import secrets
 import weakref
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slimtensors.checkpoint.distributed.manifest import (
     DistributedManifest,
@@ -17,7 +19,17 @@ from slimtensors.checkpoint.distributed.manifest import (
 )
 from slimtensors.errors import ConfigError, FormatError
 from slimtensors.storage import DISTRIBUTED as MANIFEST
-from slimtensors.storage import StrPath, is_distributed, local_path, temporary_folder
+from slimtensors.storage import (
+    INCOMPLETE,
+    Folder,
+    RemoteLocation,
+    StrPath,
+    is_distributed,
+    is_url,
+    local_path,
+    locate_folder,
+    temporary_folder,
+)
 from slimtensors.storage.atomic import (
     commit_folder,
     lock_replacement,
@@ -26,6 +38,7 @@ from slimtensors.storage.atomic import (
     sync_folder,
     sync_tree,
 )
+from slimtensors.storage.claim import Claim
 from slimtensors.storage.files import name_write_errors
 
 _log = logging.getLogger(__name__)
@@ -104,12 +117,65 @@ class PendingFolder:
         return renamed
 
 
+class RemotePending:
+    """A save to remote storage: each rank uploads a file, then the manifest is replaced.
+
+    The coordinator claims the folder, so that a second save to it is refused meanwhile.
+    """
+
+    def __init__(self, target: RemoteLocation, run: str, *, overwrite: bool) -> None:
+        self.run, self.path = run, target
+        if is_torch_checkpoint(target):
+            raise ConfigError(
+                f"Checkpoint already exists: {target} contains a checkpoint of FsspecWriter"
+                f" ({_TORCH_MANIFEST}); save elsewhere, or remove it"
+            )
+        target.make_folder()
+        self._claim = Claim(target / INCOMPLETE)
+        self._close = weakref.finalize(self, self._claim.abandon)
+        if is_distributed(target):
+            if not overwrite:
+                self._release()
+                raise ConfigError(f"Checkpoint already exists and overwrite=False: {target}")
+            try:
+                _check_no_deltas(target)
+            except ConfigError:
+                self._release()
+                raise
+
+    def commit(self, manifest: DistributedManifest) -> DistributedManifest:
+        """Write the manifest, and remove the files of earlier saves."""
+        self._claim.check()
+        (self.path / MANIFEST).write(manifest.to_text().encode())
+        for name in self.path.files():
+            found = _RANK_FILE.fullmatch(name)
+            if found is not None and found["run"] and name not in manifest.files:
+                (self.path / name).unlink()
+        self._release()
+        return manifest
+
+    def _release(self) -> None:
+        self._close.detach()
+        self._claim.release()
+
+
+def check_path(path: StrPath) -> StrPath:
+    """Return a local path or URL; raise `ConfigError` if it is empty."""
+    return path if is_url(path) else local_path(path)
+
+
+def resolve_folder(path: StrPath, storage_options: dict[str, Any] | None) -> Folder:
+    """Return the absolute path or location of a checkpoint, with symlinks resolved."""
+    folder = locate_folder(path, storage_options)
+    return resolve_path(folder) if isinstance(folder, Path) else folder
+
+
 def resolve_path(path: StrPath) -> Path:
     """Return the absolute path of a checkpoint, with symlinks resolved."""
     return Path(os.path.realpath(local_path(path)))
 
 
-def is_torch_checkpoint(folder: Path) -> bool:
+def is_torch_checkpoint(folder: Folder) -> bool:
     """Return True if a folder contains a checkpoint of torch's `FileSystemWriter`."""
     return (folder / _TORCH_MANIFEST).exists()
 
@@ -134,9 +200,13 @@ def _check_target(target: Path, *, overwrite: bool) -> bool:
     return True
 
 
-def _check_no_deltas(target: Path) -> None:
+def _check_no_deltas(target: Folder) -> None:
     """Raise `ConfigError` if this checkpoint is the base of another one in the same folder."""
-    for folder in sorted(target.parent.iterdir()):
+    siblings: Iterable[Folder]
+    siblings = (
+        sorted(target.parent.iterdir()) if isinstance(target, Path) else target.parent().folders()
+    )
+    for folder in siblings:
         if folder != target and is_distributed(folder) and read_base_name(folder) == target.name:
             raise ConfigError(
                 f"{target} cannot be overwritten: it is the base of {folder.name};"

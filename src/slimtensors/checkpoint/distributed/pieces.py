@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from slimtensors.checkpoint.store import FlatState
 from slimtensors.errors import CorruptFileError, UnsupportedTensorError
+from slimtensors.storage import Folder
 from slimtensors.tensor import Json, Spec, ceil_div
 
 PIECE_BYTES = 2 << 20
@@ -175,7 +175,7 @@ class RankOutline:
     """Outlines of the values that are not tensors."""
 
 
-def parse_rank_outline(tree: Json | None, path: Path) -> RankOutline:
+def parse_rank_outline(tree: Json | None, path: Folder) -> RankOutline:
     """Parse the outline of the file of a rank."""
     match tree:
         case {"dict": [["run", str(run)], ["rank", int()], ["objects", {"dict": list(pairs)}], *_]}:

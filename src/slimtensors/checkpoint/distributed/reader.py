@@ -5,7 +5,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,11 @@ from slimtensors.checkpoint.distributed.manifest import (
     read_distributed_manifest,
     to_metadata,
 )
-from slimtensors.checkpoint.distributed.pending import create_run_id, is_torch_checkpoint
+from slimtensors.checkpoint.distributed.pending import (
+    check_path,
+    create_run_id,
+    is_torch_checkpoint,
+)
 from slimtensors.checkpoint.distributed.pieces import (
     Box,
     count_pieces,
@@ -35,7 +38,14 @@ from slimtensors.checkpoint.documents import check_chain
 from slimtensors.checkpoint.tensor_entry import TensorFile
 from slimtensors.errors import ConfigError, CorruptFileError, FormatError, MismatchError
 from slimtensors.parallel import Each, Workers, serially
-from slimtensors.storage import StrPath, is_distributed, local_path
+from slimtensors.storage import (
+    Folder,
+    StrPath,
+    file_size,
+    is_distributed,
+    locate_folder,
+    parent_of,
+)
 from slimtensors.tensor import Spec, allocate, copy_into
 
 
@@ -43,7 +53,8 @@ class StorageReader(TorchStorageReader):
     """A storage reader for `dcp.load`, for any number of ranks and any layout.
 
     Each rank decodes the pieces that it needs, each of them once. A delta needs its base, by
-    default the folder of that name next to it.
+    default the folder of that name next to it. The path may be an fsspec URL: ranks read only the
+    ranges they need. `storage_options` are passed to fsspec.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -59,9 +70,11 @@ class StorageReader(TorchStorageReader):
         *,
         base: StrPath | None = None,
         threads: int | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.checkpoint_id = None if path is None else local_path(path)
+        self.checkpoint_id = None if path is None else check_path(path)
+        self._storage_options = storage_options
         self.load_id = create_run_id()
         """Id of the load."""
         self._base, self._threads = base, threads
@@ -75,7 +88,7 @@ class StorageReader(TorchStorageReader):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Prepare to read another checkpoint."""
         if checkpoint_id is not None:
-            self.checkpoint_id = local_path(checkpoint_id)
+            self.checkpoint_id = check_path(checkpoint_id)
         self.load_id = create_run_id()
         self._stored = None
 
@@ -83,12 +96,15 @@ class StorageReader(TorchStorageReader):
         """Open the checkpoint and return its metadata."""
         if self.checkpoint_id is None:
             raise ConfigError("no checkpoint given; pass StorageReader(path) or checkpoint_id=")
-        if not is_distributed(self.checkpoint_id) and is_torch_checkpoint(self.checkpoint_id):
+        folder = locate_folder(self.checkpoint_id, self._storage_options)
+        if not is_distributed(folder) and is_torch_checkpoint(folder):
             raise FormatError(
                 f"{self.checkpoint_id} is a checkpoint of FileSystemWriter; use FileSystemReader"
             )
-        base = local_path(self._base) if self._base is not None else None
-        self._stored = StoredShards(self.checkpoint_id, base=base)
+        base = None
+        if self._base is not None:
+            base = locate_folder(self._base, self._storage_options)
+        self._stored = StoredShards(folder, base=base)
         metadata = to_metadata(self._stored.manifest)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
@@ -146,8 +162,8 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return True if this is a local path."""
-        return "://" not in str(checkpoint_id)
+        """Return True: any path or URL is valid until it is opened."""
+        return True
 
     def _require_stored(self) -> "StoredShards":
         assert self._stored is not None, "read_metadata must be called first"
@@ -197,7 +213,7 @@ class StoredShards:
     """A distributed checkpoint on disk; parts of tensors are decoded on demand."""
 
     def __init__(
-        self, folder: Path, *, base: Path | None = None, deltas: Sequence[Path] = ()
+        self, folder: Folder, *, base: Folder | None = None, deltas: Sequence[Folder] = ()
     ) -> None:
         """Open a checkpoint and its bases; `deltas` are those that need it, the nearest last."""
         self.folder = folder
@@ -222,7 +238,7 @@ class StoredShards:
             path = self.folder / name
             if not path.is_file():
                 raise CorruptFileError(f"{path} not found; the checkpoint is incomplete")
-            if (actual := path.stat().st_size) != size:
+            if (actual := file_size(path)) != size:
                 raise CorruptFileError(f"{path}: expected {size} bytes, got {actual}")
         if self._base is not None:
             self._base.check_files()
@@ -307,13 +323,13 @@ class StoredShards:
                 self._files[index] = _RankFile(path, self.manifest.run, self._base)
             return self._files[index]
 
-    def _open_base(self, path: Path | None, deltas: Sequence[Path]) -> "StoredShards | None":
+    def _open_base(self, path: Folder | None, deltas: Sequence[Folder]) -> "StoredShards | None":
         base = self.manifest.base
         if base is None:
             if path is not None:
                 raise ConfigError(f"{self.folder} needs no base, but base={path} was passed")
             return None
-        folder = path or self.folder.parent / base.name
+        folder = path or parent_of(self.folder) / base.name
         delta = f"{self.folder} is a delta of {base.name} (run {base.run})"
         if not is_distributed(folder):
             raise MismatchError(f"{delta}, which was not found at {folder}; pass base=")
@@ -328,7 +344,7 @@ class StoredShards:
 class _RankFile(TensorFile):
     """The file of one rank. It has no reference to its checkpoint, so that both close together."""
 
-    def __init__(self, path: Path, run: str, base: StoredShards | None) -> None:
+    def __init__(self, path: Folder, run: str, base: StoredShards | None) -> None:
         if not path.is_file():
             raise CorruptFileError(f"{path} not found; the checkpoint is incomplete")
 

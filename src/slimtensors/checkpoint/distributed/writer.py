@@ -3,9 +3,12 @@
 import io
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,8 +37,10 @@ from slimtensors.checkpoint.distributed.manifest import (
 )
 from slimtensors.checkpoint.distributed.pending import (
     PendingFolder,
+    RemotePending,
+    check_path,
     create_run_id,
-    resolve_path,
+    resolve_folder,
 )
 from slimtensors.checkpoint.distributed.pieces import PIECE_BYTES, Box, KeyPath, Piece, split_box
 from slimtensors.checkpoint.distributed.reader import StoredShards
@@ -50,8 +55,9 @@ from slimtensors.checkpoint.profiles import (
 from slimtensors.codecs.plan import Plan
 from slimtensors.codecs.presets import Chooser
 from slimtensors.errors import ConfigError, MismatchError, UnsupportedTensorError
-from slimtensors.storage import StrPath, local_path
+from slimtensors.storage import Folder, RemoteLocation, StrPath, file_size, parent_of
 from slimtensors.storage.files import name_write_errors
+from slimtensors.storage.multipart import upload_file
 from slimtensors.tensor import Spec, check_storable
 
 _COPY_AHEAD = 10_000_000
@@ -67,6 +73,9 @@ class StorageWriter(TorchStorageWriter):
 
     A save is atomic: the checkpoint is complete or absent. An existing checkpoint is replaced once
     the new one is complete, or is an error without `overwrite`. Other files in the folder stay.
+    The path may be an fsspec URL: each rank uploads its file, and the manifest is written last.
+    `storage_options` are passed to fsspec.
+
     Rows are stored in pieces of `piece_bytes`; a rank that needs one row decodes its whole piece.
 
     The remaining options are those of torch's `FileSystemWriter`. `thread_count` is another name
@@ -96,6 +105,7 @@ class StorageWriter(TorchStorageWriter):
         sync_files: bool = True,
         per_thread_copy_ahead: int = _COPY_AHEAD,
         cache_staged_state_dict: bool = False,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         _require("single_file_per_rank", single_file_per_rank, True, "each rank writes one file")
@@ -108,7 +118,9 @@ class StorageWriter(TorchStorageWriter):
             if threads is not None:
                 raise ConfigError("pass threads or thread_count, not both")
             threads = thread_count
-        self.checkpoint_id = None if path is None else local_path(path)
+        self.checkpoint_id = None if path is None else check_path(path)
+        self._storage_options = storage_options
+        self._target: Folder | None = None
         self.save_id = create_run_id()
         """Id of the last save, or of the next one before there is any."""
         self._piece_bytes = piece_bytes
@@ -117,7 +129,7 @@ class StorageWriter(TorchStorageWriter):
         self._base_path, self._overwrite = base, overwrite
         self._base: DistributedBase | None = None
         self._settings: _SaveSettings | None = None
-        self._pending: PendingFolder | None = None
+        self._pending: PendingFolder | RemotePending | None = None
         self._is_saved = False
         self._has_cached_plans = False
         if piece_bytes < 1:
@@ -133,7 +145,7 @@ class StorageWriter(TorchStorageWriter):
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Prepare to write another checkpoint."""
         if checkpoint_id is not None:
-            self.checkpoint_id = local_path(checkpoint_id)
+            self.checkpoint_id = check_path(checkpoint_id)
         self.save_id, self._is_saved = create_run_id(), False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +164,12 @@ class StorageWriter(TorchStorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Open the base, and return the plan unchanged."""
-        target = resolve_path(self._require_path())
+        target = resolve_folder(self._require_path(), self._storage_options)
+        self._target = target
         self._options, self._base = replace(self._options, base=None), None
         if self._base_path is not None:
-            folder = resolve_path(self._base_path)
-            if folder.parent != target.parent or folder == target:
+            folder = resolve_folder(self._base_path, self._storage_options)
+            if parent_of(folder) != parent_of(target) or folder == target:
                 raise ConfigError(f"{folder}: a base must be another checkpoint in the same folder")
             if not is_plain_name(folder.name):
                 raise ConfigError(f"{folder}: the name of a base must not be hidden")
@@ -181,10 +194,16 @@ class StorageWriter(TorchStorageWriter):
         if self._options.lossy is not None and not self._has_cached_plans:
             infos = (info for plan in plans for info in _describe_plan(plan))
             select_tensors(self._options.lossy, {info.name: info for info in infos})
-        path = self._require_path()
-        self._pending = pending = PendingFolder(path, self.save_id, overwrite=self._overwrite)
+        pending: PendingFolder | RemotePending
+        if isinstance(self._target, RemoteLocation):
+            pending = RemotePending(self._target, self.save_id, overwrite=self._overwrite)
+        else:
+            path = self._require_path()
+            pending = PendingFolder(path, self.save_id, overwrite=self._overwrite)
+        self._pending = pending
+        folder = pending.path if isinstance(pending.path, Path) else None
         orders = [
-            _RankOrder(RankAssignment(pending.run, pending.path, rank), self._settings)
+            _RankOrder(RankAssignment(pending.run, folder, rank), self._settings)
             for rank in range(len(plans))
         ]
         _received.order = orders[0]  # a single process does not send it
@@ -211,7 +230,7 @@ class StorageWriter(TorchStorageWriter):
         tensors, objects, files = collect_results(metadata, results)
         for name, size in files.items():
             file = pending.path / name
-            if not file.is_file() or file.stat().st_size != size:
+            if not file.is_file() or file_size(file) != size:
                 raise MismatchError(f"{file} is missing or was changed after its rank wrote it")
         items = [(result.index.fqn, result.storage_data) for part in results for result in part]
         errors = _find_largest_errors(items)
@@ -242,8 +261,8 @@ class StorageWriter(TorchStorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return True if this is a local path."""
-        return "://" not in str(checkpoint_id)
+        """Return True: any path or URL is valid until it is written."""
+        return True
 
     def _require_path(self) -> StrPath:
         if self.checkpoint_id is None:
@@ -253,7 +272,7 @@ class StorageWriter(TorchStorageWriter):
     def _write(
         self, assignment: RankAssignment, plan: SavePlan, planner: SavePlanner
     ) -> list[WriteResult]:
-        if not assignment.folder.is_dir():
+        if assignment.folder is not None and not assignment.folder.is_dir():
             raise ConfigError(
                 f"{assignment.folder} not found: another save to the same path has started, or the"
                 " ranks do not share a file system"
@@ -264,8 +283,16 @@ class StorageWriter(TorchStorageWriter):
         pieces = [piece for item in tensors for piece in _split_item(item, plan, planner, limit)]
         values = {item.index.fqn: _find_object(item, planner) for item in objects}
         full_state = getattr(planner, "state_dict", {})
-        with name_write_errors(self._require_path()):
-            saved = write_rank_file(assignment, pieces, values, full_state, self._options)
+        with ExitStack() as stack:
+            stack.enter_context(name_write_errors(self._require_path()))
+            folder = assignment.folder
+            if folder is None:
+                folder = Path(stack.enter_context(TemporaryDirectory(prefix="slimtensors-")))
+            saved = write_rank_file(folder, assignment, pieces, values, full_state, self._options)
+            if isinstance(self._target, RemoteLocation):
+                name = f"{Path(saved.file).stem}-{assignment.run}.safetensors"
+                upload_file(folder / saved.file, self._target / name)
+                saved = replace(saved, file=name)
 
         def make_result(item: WriteItem) -> WriteResult:
             name = item.index.fqn
