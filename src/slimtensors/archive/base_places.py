@@ -117,8 +117,11 @@ def find_cached(delta: Archive, hint: BaseHint, rejected: list[str]) -> Iterator
             yield LocalLocation(Path(found))
 
 
-def find_listed(rejected: list[str]) -> Iterator[Location]:
-    """Yield the models in the folders of the environment variable, and in their subfolders."""
+def find_listed(rejected: list[str]) -> Iterator[LocalLocation]:
+    """Yield the models in the folders of the environment variable, and in their subfolders.
+
+    A folder may also be the cache of the hub.
+    """
     for text in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         root = Path(text)
         if not root.is_dir():
@@ -127,8 +130,10 @@ def find_listed(rejected: list[str]) -> Iterator[Location]:
         yield from map(LocalLocation, _list_models(root.parent, rejected, only=root.name))
         for path in _list_models(root, rejected):
             yield LocalLocation(path)
-        for folder in sorted(_subfolders(root)):  # OWNER/NAME
-            yield from map(LocalLocation, _list_models(folder, rejected))
+        for folder in sorted(_subfolders(root)):
+            place = folder / "snapshots" if folder.name.startswith(_CACHED) else folder
+            if place.is_dir():  # OWNER/NAME, or revisions of a model in a cache
+                yield from map(LocalLocation, _list_models(place, rejected))
 
 
 def _subfolders(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from slimtensors.archive.base_places import VARIABLE, find_listed
 from slimtensors.archive.delta_manifest import tensor_digest
 from slimtensors.archive.read import Archive
 from slimtensors.checkpoint.documents import is_plain_name
@@ -34,8 +35,6 @@ from slimtensors.tensor import Spec
 
 _log = logging.getLogger(__name__)
 
-SEARCH_PATH = "SLIMTENSORS_BASES"
-"""Environment variable with folders in which models are searched, separated as in PATH."""
 _MIN_SHARE = 0.1
 """Smallest share of the weights that a pretrained model must have; below, it is another one."""
 _CASTABLE = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -341,7 +340,7 @@ def find_pretrained(
     others = f"; found others: {', '.join(different[:3])}" if different else ""
     raise MissingBaseError(
         f"{needs}, which was not found{others}; pass pretrained=, or add the folder that contains"
-        f" it to the environment variable {SEARCH_PATH}"
+        f" it to the environment variable {VARIABLE}"
     )
 
 
@@ -352,14 +351,12 @@ def _list_places(record: PretrainedBase, checkpoint: Folder) -> Iterator[Path]:
     if isinstance(checkpoint, Path):
         run = Path(os.path.realpath(checkpoint)).parent
         near, hints = [run, run.parent], [run / hint for hint in hints]
-    search = [Path(entry) for entry in os.environ.get(SEARCH_PATH, "").split(os.pathsep) if entry]
     seen: set[str] = set()
     places: list[Callable[[], Iterable[Path]]] = [
         lambda: (hint for hint in hints if hint.is_absolute()),
-        lambda: (folder / record.name for folder in (*near, *search)),
-        lambda: search,
-        lambda: (child for folder in (*near, *search) for child in _list_children(folder)),
-        lambda: (path for folder in search for path in _glob(folder, "models--*/snapshots/*")),
+        lambda: (folder / record.name for folder in near),
+        lambda: (child for folder in near for child in _list_children(folder)),
+        lambda: (place.path for place in find_listed([])),
     ]
     for find in places:
         for place in find():
@@ -369,13 +366,9 @@ def _list_places(record: PretrainedBase, checkpoint: Folder) -> Iterator[Path]:
             seen.add(real)
 
 
-def _list_children(folder: Path) -> Iterable[Path]:
-    return [path for path in _glob(folder, "*") if not path.name.startswith(".")]
-
-
-def _glob(folder: Path, pattern: str) -> list[Path]:
+def _list_children(folder: Path) -> list[Path]:
     try:
-        return sorted(folder.glob(pattern))
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError:
         return []
 
