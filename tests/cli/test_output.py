@@ -57,7 +57,7 @@ def test_every_schema_is_strict():
             elif isinstance(at, list):
                 pending += at
     known = {"summary", "verify", "codecs", "bench", "run", "verify-run", "repair", "env"}
-    known |= {"report", "recipe-report", "fit-report"}
+    known |= {"report", "recipe-report", "fit-report", "pool"}
     known |= {"sync-publish", "sync-follow", "sync-list"}
     assert {path.stem for path in SCHEMAS.glob("*.json")} == known
 
