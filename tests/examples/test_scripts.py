@@ -7,7 +7,8 @@ from textwrap import dedent
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+SCRIPTS = sorted(set(EXAMPLES.glob("*.py")) - {EXAMPLES / "pool_on_ray.py"})
+"""That of Ray, which the other tests do not need, runs in tests/sync."""
 
 
 def promised(script):

@@ -382,7 +382,7 @@ def test_torchrun_writes_to_s3(tmp_path):
         compress_folder(source, tmp_path / "one")
         done = torchrun(2, "compress", source, "-o", "s3://models/a/small", **environment)
         assert (done.returncode, read_messages(done)) == (0, []), done.stderr
-        listed = client.list_objects_v2(Bucket="models")["Contents"]
+        listed = client.list_objects_v2(Bucket="models", Prefix="a/small/")["Contents"]
         objects = {
             entry["Key"].removeprefix("a/small/"): client.get_object(
                 Bucket="models", Key=entry["Key"]

@@ -13,6 +13,7 @@ ROOT = Path(slimtensors.__file__).parent
 OURS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 BUILTIN = {
     "AttributeError",  # modules that import on demand
+    "DivergedError",  # a MismatchError; the follower catches it and starts elsewhere
     "FileExistsError",  # remote file that must be new
     "FileNotFoundError",
     "IndexError",  # row out of range

@@ -13,7 +13,7 @@ from slimtensors.archive import Archive
 from slimtensors.archive.delta_manifest import DeltaManifest
 from slimtensors.checkpoint.distributed.pieces import Box
 from slimtensors.codecs.changes import decode_residual
-from slimtensors.errors import CorruptFileError, report_malformed
+from slimtensors.errors import CorruptFileError, MismatchError, report_malformed
 from slimtensors.parallel import Each, Workers
 from slimtensors.sync.manifest import Files, PublishedTensor, Version, digest_tensor
 from slimtensors.sync.store import Store
@@ -54,7 +54,7 @@ class Route:
         return self.deltas[-1] if self.deltas else self.start
 
 
-class DivergedError(Exception):
+class DivergedError(MismatchError):
     """The tensors of the reader are not those of the version where a route starts."""
 
 
@@ -112,18 +112,18 @@ class Decoder:
             x = self._apply_delta(name, version, x, each, is_ours=x is not old)
         if x is old:
             if start != target and not _has_digests(x, target, each):
-                raise self._report_damage(name)
+                raise CorruptFileError(self._explain_damage(name))
             return None
         if Spec.of(x) != target.spec or not _has_digests(x, target, each):
-            raise self._report_damage(name)
+            raise CorruptFileError(self._explain_damage(name))
         if old is None or Spec.of(old) != target.spec:
             return make_whole(name, x)
         is_flat = known is not None and known.is_contiguous()
         return _make_patch(name, x, old, allow_sparse=is_flat)
 
-    def _report_damage(self, name: str) -> CorruptFileError:
+    def _explain_damage(self, name: str) -> str:
         number = self._route.target.number
-        return CorruptFileError(
+        return (
             f"{self._store}: version {number}: {name}: the decoded tensor differs from the"
             " published digest; nothing was changed"
         )
@@ -137,7 +137,7 @@ class Decoder:
         for key, part in tensor.keys(version.tied.get(name, name)):
             x = self._load(number, part.rank, key, each)
             if Spec.of(x) != Spec(spec.dtype, part.box.shape):
-                raise self._report_damage(name)
+                raise CorruptFileError(self._explain_damage(name))
             if part.box == whole:
                 return x
             out = allocate(spec) if out is None else out
@@ -173,7 +173,7 @@ class Decoder:
             with report_malformed(f"{self._store}: version {number}: {name}"):
                 new = decode_residual(kind, loaded, base, each)
             if Spec.of(new) != Spec(tensor.spec.dtype, part.box.shape):
-                raise self._report_damage(name)
+                raise CorruptFileError(self._explain_damage(name))
             if part.box == whole:
                 return new
             if not is_ours:
