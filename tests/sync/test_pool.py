@@ -334,7 +334,7 @@ def test_an_interrupted_removal_loses_nothing(family):
     assert not list((family / "pool" / "tensors").rglob(".*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.crash
 def test_processes_that_add_and_remove_at_once(family):
     base = load_file(family / "base" / "model.safetensors")
