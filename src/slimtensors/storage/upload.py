@@ -26,7 +26,7 @@ def upload_folder(folder: Path, target: RemoteLocation, *, manifest: str) -> Non
     """
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     names = [path.as_posix() for path in files if path.as_posix() != manifest]
-    with claim_folder(target) as held:
+    with claim_folder(target) as claim:
         found = set(target.walk())
         if manifest in found:
             raise ConfigError(f"{target} already exists and is not empty (contains {manifest})")
@@ -34,7 +34,7 @@ def upload_folder(folder: Path, target: RemoteLocation, *, manifest: str) -> Non
             (target / name).unlink()  # of an interrupted upload of something else
         for name in names:
             upload_file(folder / name, target / name)
-        held.check()
+        claim.check()
         (target / manifest).write((folder / manifest).read_bytes())
 
 
@@ -46,16 +46,16 @@ def claim_folder(target: RemoteLocation) -> Iterator[Claim]:
     `ConfigError` must be raised before anything is written.
     """
     target.make_folder()
-    held = Claim(target / INCOMPLETE)
+    claim = Claim(target / INCOMPLETE)
     try:
-        yield held
+        yield claim
     except ConfigError:
-        held.release()
+        claim.release()
         raise
     except BaseException:
-        held.abandon()
+        claim.abandon()
         raise
-    held.release()
+    claim.release()
 
 
 def check_vacant(target: RemoteLocation) -> None:

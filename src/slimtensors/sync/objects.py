@@ -192,11 +192,6 @@ class TensorObjects(Objects):
                 raise CorruptFileError(f"{self.path(digest)}: more than {MAX_DEPTH} bases")
         return found
 
-    def spec(self, digest: str) -> Spec | None:
-        """Return dtype and shape of a tensor; None if it is a residual."""
-        archive = self._open(digest)
-        return None if archive.delta is not None else archive.spec(digest)
-
     def load(self, digest: str, each: Each) -> Tensor:
         """Decode a tensor and check its digest."""
         x = self._decode(digest, each, MAX_DEPTH)
